@@ -1,0 +1,53 @@
+# Each target installs what it needs into .venv; a second call is quick. PYTHON=... chooses another interpreter.
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo    train a small model, evaluate it and write a report"
+	@echo "make test    run the tests                        (ARGS='-k trace' picks some)"
+	@echo "make lint    ruff, ruff format and pyright"
+	@echo "make bench   run the tests, then the benchmarks   (ARGS are the benchmarks')"
+	@echo "make clean   remove .venv, build output and caches; runs/ stays"
+
+demo: $(VENV)/.installed-demo
+	@$(BIN)/tokendepth demo $(ARGS)
+
+test: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+# A benchmark of code that fails its tests says nothing, so the tests come first.
+bench: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/tokendepth bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find tokendepth tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed-demo: $(INPUTS) | $(BIN)/python
+	@echo "Installing tokendepth into $(VENV) (only now and when versions change; PyTorch is large, so some minutes)"
+	@$(PIP) -e '.[report]'
+	@touch $@
+
+# The development install holds all that the demo needs.
+$(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python
+	@echo "Installing tokendepth and its test tools into $(VENV) (only now and when versions change; some minutes)"
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.installed-demo
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "tokendepth needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) -c 'import platform; print(platform.python_version())' 2>/dev/null || echo missing); name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) could not make $(VENV); on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }

@@ -1,0 +1,44 @@
+"""What every test shares: an environment of its own, one thread, and the corpora where they are at hand."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported, and inherited by every subprocess: two xdist workers on two cores want one thread each.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # a bare GPU machine: the tests that need it say so themselves
+    pass
+else:
+    settings.register_profile("tokendepth", deadline=None, derandomize=True, max_examples=25)
+    settings.load_profile("tokendepth")
+
+# Read before `_own_environment` hides it.
+_DATA = Path(os.environ.get("TOKENDEPTH_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_environment(tmp_path_factory):
+    """No setting of the user's reaches a test, and no test writes into the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("TOKENDEPTH_")]:
+            patch.delenv(name)
+        patch.setenv("TOKENDEPTH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("MPLBACKEND", "Agg")
+        yield
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with tinyshakespeare.txt and enwik8.xz; the test is skipped where there is none."""
+    if not _DATA.is_dir():
+        pytest.skip(f"no corpora: {_DATA} is not a folder; name one with TOKENDEPTH_DATA")
+    return _DATA

@@ -1,0 +1,91 @@
+"""What adaptivity costs in training: TSA's optimiser step against the dense one, interleaved, and one whole run."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.machine import choose_device, environment
+from tokendepth.methods import build
+from tokendepth.recipes import recipe
+from tokendepth.results import Row, add_rows
+from tokendepth.step import OptimiserStep, Ranks
+from tokendepth.train import train
+
+SHAPES = {
+    "d256 L6 V65, 64x128": (ModelConfig(context=128, vocab_size=65), 64),
+    "d256 L6 V6064, 64x256": (ModelConfig(context=256, vocab_size=6064, dropout=0.0), 64),
+    "d768 L12 V50304, 16x1024": (ModelConfig(768, 12, 12, 3072, 1024, 0.0, 50304), 16),
+}
+"""The paper's two, and GPT-2's. The last is left out on a CPU, where it takes minutes a step."""
+
+
+def measure(device_name: str, results: Path) -> Iterator[Row]:
+    """Yield the rows of this device, each written to results/training.json as soon as it is known."""
+    device = choose_device(device_name)
+    on_gpu = device.type == "cuda"
+    for shape in list(SHAPES) if on_gpu else list(SHAPES)[:2]:
+        yield _written(results, _training_step(shape, device, repeats=100 if on_gpu else 9))
+    if on_gpu:
+        yield _written(results, _whole_run(device))
+
+
+def _written(results: Path, row: Row) -> Row:
+    add_rows(results / "training.json", [row], identity=("benchmark", "shape", "recipe", "device"))
+    return row
+
+
+def _training_step(shape: str, device: torch.device, repeats: int) -> Row:
+    model, batch = SHAPES[shape]
+    dice = np.random.default_rng(0)
+    inputs = dice.integers(model.vocab_size, size=(batch, model.context))
+    times: dict[str, list[float]] = {"dense": [], "tsa": []}
+    steps = {}
+    for name, method in (("dense", DenseConfig()), ("tsa", TSAConfig())):
+        config = RunConfig(model=model, method=method, train=TrainConfig(batch_size=batch))
+        steps[name] = OptimiserStep(build(config).to(device).train(), config.train, device, Ranks())
+    for repeat in range(repeats + 3):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step(inputs, np.roll(inputs, -1, axis=1), step=repeat, lr=1e-4)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if repeat >= 3:
+                times[name].append(1000 * (time.perf_counter() - start))
+    ratios = [tsa / dense for dense, tsa in zip(times["dense"], times["tsa"], strict=True)]
+    return {
+        "benchmark": "training step",
+        "shape": shape,
+        "dtype": "bfloat16, compiled, CUDA graph" if device.type == "cuda" else "float32, eager",
+        "dense_ms": _quartiles(times["dense"]),
+        "tsa_ms": _quartiles(times["tsa"]),
+        "ratio": _quartiles(ratios),
+        "repeats": repeats,
+        **environment(device),
+    }
+
+
+def _whole_run(device: torch.device) -> Row:
+    """5,000 Shakespeare steps as a user runs them: data, compilation, validation and checkpoints included."""
+    name = "shakespeare.tsa"
+    config = recipe(name)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        run = train(replace(config, train=replace(config.train, device="cuda")), Path(folder) / "run", show=False)
+        seconds = time.perf_counter() - start
+        rates = [row["tokens_per_s"] for row in run.metrics() if "tokens_per_s" in row]
+    stepping = config.train.steps * config.train.batch_size * config.model.context / statistics.median(rates)
+    facts = {"recipe": name, "steps": config.train.steps, "seconds": seconds, "seconds_stepping": stepping}
+    return {"benchmark": "whole run", **facts, **environment(device)}
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    """[median, lower quartile, upper quartile]"""
+    lower, median, upper = statistics.quantiles(values, n=4)
+    return [median, lower, upper]

@@ -1,0 +1,338 @@
+"""The command line. tyro reads the arguments; a mistake is answered in one line and with exit code 2.
+
+Each command is a dataclass: its fields are the options, its docstring the help, `__call__` the work. Imports are inside
+the commands, so that `tokendepth --help` does not load torch.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import sys
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+import tyro
+
+from tokendepth.config import RunConfig, options, override
+from tokendepth.errors import UserError, did_you_mean
+from tokendepth.recipes import RECIPES, recipe, summary
+
+PARTS = ("data", "model", "method", "train")
+
+
+def _recipe_choice(name: str) -> Any:
+    """A recipe as a subcommand whose options are its config, with the recipe's values as defaults."""
+    config = recipe(name)
+    fields = [(part, type(getattr(config, part)), dataclasses.field(default=getattr(config, part))) for part in PARTS]
+    choice = dataclasses.make_dataclass(name, fields, frozen=True)
+    return Annotated[choice, tyro.conf.subcommand(name, description=summary(name), prefix_name=False)]
+
+
+Recipe = Annotated[Union[tuple(_recipe_choice(name) for name in RECIPES)], tyro.conf.arg(name="")]  # noqa: UP007
+
+
+def _config(chosen: Any) -> RunConfig:
+    return RunConfig(chosen.data, chosen.model, chosen.method, chosen.train, recipe=type(chosen).__name__)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Train a small dense and a small adaptive model on your CPU, execute both, and show what was really saved."""
+
+    out: Path = Path("runs/demo")
+    """Folder for the runs and the report. What is finished there is not repeated."""
+
+    def __call__(self) -> None:
+        from rich.console import Console
+
+        from tokendepth.evaluate import evaluate
+        from tokendepth.report import build, terminal_table
+        from tokendepth.train import train
+
+        runs = []
+        for name in ("demo.dense", "demo.tsa"):
+            run = train(recipe(name), self.out / name, resume=True)
+            if run.evaluation is None:
+                print(f"{name}: evaluating soft, hard and sparse on the validation text ...", file=sys.stderr)
+                run.write_evaluation(evaluate(run))
+            runs.append(run)
+        page = build(runs, self.out / "report", title="tokendepth demo")
+        Console().print(terminal_table(runs))
+        print(f"The report with curves and heat maps: {page.resolve()}")
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a recipe. Everything in it can be overridden: --train.steps 100 --method.depth-penalty 0.05."""
+
+    recipe: Recipe
+    out: Path | None = None
+    """Run folder; by default runs/RECIPE-SEED."""
+    resume: bool = False
+    """Go on with the run in --out, or start it where there is none: repeat the same line until it is done."""
+
+    def __call__(self) -> None:
+        from tokendepth.train import Interrupted, train
+
+        config = _config(self.recipe)
+        out = self.out or Path("runs") / f"{config.recipe}-{config.train.seed}"
+        try:
+            run = train(config, out, resume=self.resume)
+        except Interrupted as stopped:
+            print(f"tokendepth: {stopped} --out {out}", file=sys.stderr)
+            sys.exit(stopped.exit_code)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"finished: {run.path}; measure it with: tokendepth evaluate {run.path}")
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Measure a finished run over a whole split under soft, hard and sparse execution, with its controls."""
+
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+    split: Literal["val", "test"] = "val"
+    """Which text; thresholds and weights have seen neither."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to measure."""
+    timing: bool = True
+    """Also time the forward pass against a router-free dense model."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+    def __call__(self) -> None:
+        from tokendepth.evaluate import evaluate
+        from tokendepth.report import terminal_table
+        from tokendepth.runs import Run
+
+        run = Run.open(self.run)
+        result = evaluate(run, split=self.split, device=self.device, timing=self.timing)
+        if self.split == "val":
+            run.write_evaluation(result)
+        if self.json:
+            print(json.dumps(result, allow_nan=False))
+            return
+        if self.split == "val":
+            from rich.console import Console
+
+            Console().print(terminal_table([run]))
+        for execution in ("soft", "hard", "sparse"):
+            figures = result[execution]
+            print(f"{execution:>6}: {self.split} loss {figures['loss']:.4f}, active {figures['active_fraction']:.3f}")
+        print(f"decisions that differ between hard and sparse: {result['decision_flips']}")
+
+
+@dataclass(frozen=True)
+class Describe:
+    """Parameters, FLOPs per token and memory of a recipe, before anything is trained."""
+
+    recipe: Recipe
+    json: bool = False
+    """Print one JSON object instead of lines."""
+
+    def __call__(self) -> None:
+        from tokendepth.describe import describe
+
+        facts = describe(_config(self.recipe))
+        if self.json:
+            print(json.dumps(facts))
+            return
+        for name in ("parameters", "router_parameters", "flops_per_token", "flops_per_token_without_routers"):
+            print(f"{name.replace('_', ' '):<34} {facts[name]:>14,}")
+        for name, value in facts["memory"].items():
+            print(f"{name.replace('_', ' '):<34} {value:>14,}")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tables, figures and one HTML page from finished runs, without torch."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders."""
+    out: Path = Path("report")
+    """Folder for report.html, table.md, table.json and figures/."""
+    title: str | None = None
+    """Heading of the page."""
+    results: Path | None = None
+    """Also add these runs' figures, with device, versions and commit, to this results file."""
+
+    def __call__(self) -> None:
+        from tokendepth.report import build, collect
+        from tokendepth.runs import Run
+
+        runs = [Run.open(path) for path in self.runs]
+        print(build(runs, self.out, title=self.title))
+        if self.results:
+            collect(runs, self.results)
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt with a finished run, and say what the tokens cost."""
+
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+    prompt: str = ""
+    """Text to continue; a new line if empty."""
+    tokens: int = 200
+    """How many tokens to add."""
+    temperature: float = 0.8
+    """0 takes the likeliest token."""
+    seed: int = 0
+    """Fixes the sample."""
+    execution: Literal["soft", "hard", "sparse"] = "sparse"
+    """sparse skips work; hard is its dense reference; soft is the paper's training mode."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+
+    def __call__(self) -> None:
+        from tokendepth.generate import Spending, generate
+        from tokendepth.runs import Run
+
+        spending = Spending()
+        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "prompt")}
+        print(self.prompt, end="", flush=True)
+        for piece in generate(Run.open(self.run), self.prompt, spending, **settings):
+            print(piece, end="", flush=True)
+        print(f"\n[{self.execution}: {spending.summary()}]", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure this machine and add the rows to results/."""
+
+    what: tyro.conf.Positional[Literal["training"]]
+    """training: the TSA training step against the dense one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to measure."""
+    results: Path = Path("results")
+    """Folder of the results files."""
+
+    def __call__(self) -> None:
+        from tokendepth.bench import training
+
+        for row in training.measure(self.device, self.results):
+            print(json.dumps(row))
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Check the installation: what works, what is missing, what to do about it."""
+
+    def __call__(self) -> None:
+        from tokendepth.doctor import examine
+
+        findings = examine()
+        for finding in findings:
+            mark = "ok  " if finding.ok else "FAIL" if finding.needed else "-   "
+            print(f"{mark} {finding.name:<18} {finding.detail}")
+        if any(finding.needed and not finding.ok for finding in findings):
+            sys.exit(1)
+
+
+COMMANDS: tuple[type, ...] = (Demo, Train, Evaluate, Describe, Report, Generate, Bench, Doctor)
+_NAMES = {command.__name__.lower(): command for command in COMMANDS}
+
+
+def parse(arguments: list[str]) -> Any:
+    """The command that the arguments ask for; a UserError where they make no sense."""
+    choices = tuple(Annotated[c, tyro.conf.subcommand(name, prefix_name=False)] for name, c in _NAMES.items())
+    asks_for_help = not arguments or any(a in ("-h", "--help") or a.startswith("--tyro-") for a in arguments)
+    if not asks_for_help:
+        _check_words(arguments)
+    complaint = io.StringIO()
+    with contextlib.nullcontext() if asks_for_help else contextlib.redirect_stderr(complaint):
+        try:
+            return tyro.cli(
+                Union[choices],  # noqa: UP007
+                prog="tokendepth",
+                description="Transformers in which every token gets only the depth it needs.",
+                args=arguments or ["--help"],
+                config=(tyro.conf.CascadeSubcommandArgs,),
+            )
+        except SystemExit as stop:
+            if stop.code and not asks_for_help:
+                words = " ".join(arguments)
+                raise UserError(f"cannot read {words!r}; see: tokendepth {arguments[0]} --help") from None
+            raise
+
+
+def _check_words(arguments: list[str]) -> None:
+    """Answer the mistakes that people make in one line each; tyro would answer in a box."""
+    command, *rest = arguments
+    if command not in _NAMES:
+        raise UserError(f"{command!r}: no such command; {did_you_mean(command, _NAMES)}")
+    hints = typing.get_type_hints(_NAMES[command], include_extras=True)
+    own = {name: hint for name, hint in hints.items() if name != "recipe" and "Positional" not in str(hint)}
+    flags = {"--" + name: hint for name, hint in own.items()} | {"--no-" + n: h for n, h in own.items() if h is bool}
+    words, values = _split_words(rest, flags)
+    if "recipe" not in hints:
+        for flag in values:
+            if flag not in flags:
+                raise UserError(
+                    f"{flag}: unknown option of {command}; {did_you_mean(flag, flags) if flags else 'drop it'}"
+                )
+        return
+    if not words:
+        raise UserError(f"{command} needs a recipe: one of {', '.join(RECIPES)}")
+    config = recipe(words[0])
+    if len(words) > 1:
+        raise UserError(f"{words[1]!r}: one recipe at a time; drop it")
+    changes = {}
+    for flag, text in values.items():
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag in flags:
+            continue
+        negated = name.replace(".no_", ".")
+        if options(config).get(negated) is bool and text is None:
+            changes[negated] = str(negated == name)
+        elif text is None and name in options(config):
+            raise UserError(f"{flag} needs a value")
+        else:
+            changes[name] = text or ""
+    override(config, changes)
+
+
+def _split_words(arguments: list[str], flags: dict[str, Any]) -> tuple[list[str], dict[str, str | None]]:
+    """Bare words, and each --option with the word after it (None if it has none)."""
+    words: list[str] = []
+    values: dict[str, str | None] = {}
+    at = 0
+    while at < len(arguments):
+        word = arguments[at]
+        at += 1
+        if not word.startswith("--"):
+            words.append(word)
+            continue
+        flag, joined, value = word.partition("=")
+        values[flag] = value if joined else None
+        takes_value = flags.get(flag) is not bool
+        if takes_value and not joined and at < len(arguments) and not arguments[at].startswith("--"):
+            values[flag] = arguments[at]
+            at += 1
+    return words, values
+
+
+def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        parse(arguments)()
+    except UserError as error:
+        print(f"tokendepth: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("tokendepth: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except (
+        BrokenPipeError
+    ):  # a reader such as `head` left early: no error of ours, but stdout must not be flushed again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""Everything a run depends on, as frozen dataclasses with strict JSON. Standard library only.
+
+A `RunConfig` is one tree: `data`, `model`, `method`, `train`. Each method's knobs live in a class of their own, so a
+flag of another method is an error. Values are checked when they are made; a wrong one raises `UserError`.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tokendepth.errors import UserError, did_you_mean
+
+FORMAT_VERSION = 1
+
+CORPORA = ("stdlib", "shakespeare", "enwik8", "copy", "sort")
+SYNTHETIC_CORPORA = ("copy", "sort")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise UserError(f"{name} is {value!r}; expected {expected}; set it with {_flag(name)}")
+
+
+def _check_range(name: str, value: float, low: float, high: float = math.inf, *, below: bool = False) -> None:
+    """`below` excludes the upper end. Written so that NaN fails."""
+    ok = low <= value and (value < high if below else value <= high) and not math.isinf(value)
+    if math.isinf(high):
+        expected = f"a number from {low:g} up"
+    else:
+        expected = f"a number from {low:g} to {high:g}" + (" (exclusive)" if below else "")
+    _check(ok, name, value, expected)
+
+
+def _check_types(config: object, part: str) -> None:
+    """Every field holds what its annotation says, also where no JSON was read."""
+    for key, hint in typing.get_type_hints(type(config)).items():
+        _coerce(hint, getattr(config, key), f"{part}.{key}")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    corpus: str = "stdlib"
+    """stdlib, shakespeare, enwik8, text:PATH (any UTF-8 file of yours), copy or sort."""
+    tokens: Literal["char", "byte"] = "char"
+    """What one token is. Bytes take any file; characters need UTF-8."""
+    source_length: int | None = None
+    """Length of the source sequence; copy and sort only (there 20 unless set)."""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "data")
+        if self.corpus == "text:":
+            raise UserError(
+                "data.corpus is 'text:'; expected a path after the colon; set it with --data.corpus text:PATH"
+            )
+        if not self.corpus.startswith("text:") and self.corpus not in CORPORA:
+            hint = did_you_mean(self.corpus, (*CORPORA, "text:PATH"))
+            raise UserError(f"data.corpus is {self.corpus!r}: no such corpus; {hint} (set it with --data.corpus)")
+        if self.source_length is not None:
+            expected = "no value, since only copy and sort have a source length"
+            _check(self.synthetic, "data.source_length", self.source_length, expected)
+            _check_range("data.source_length", self.source_length, 3, 10_000)
+        if self.synthetic:
+            _check(self.tokens == "char", "data.tokens", self.tokens, f"'char', since {self.corpus} has its own tokens")
+
+    @property
+    def synthetic(self) -> bool:
+        return self.corpus in SYNTHETIC_CORPORA
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    d_model: int = 256
+    """Width of the residual stream."""
+    n_layer: int = 6
+    """Number of transformer blocks, the stem included."""
+    n_head: int = 8
+    """Attention heads; must divide d_model."""
+    d_ff: int = 1024
+    """Hidden width of the feed-forward network."""
+    context: int = 128
+    """Longest sequence: the number of learned positions."""
+    dropout: float = 0.1
+    """Dropout on embeddings, attention weights and both residual updates while training."""
+    vocab_size: int = 0
+    """Number of tokens; 0 takes it from the corpus."""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "model")
+        for name in ("d_model", "n_layer", "n_head", "d_ff", "context"):
+            _check_range(f"model.{name}", getattr(self, name), 1, 1_000_000)
+        _check_range("model.vocab_size", self.vocab_size, 0, 10_000_000)
+        _check_range("model.dropout", self.dropout, 0, 1, below=True)
+        expected = f"a multiple of model.n_head ({self.n_head})"
+        _check(self.d_model % self.n_head == 0, "model.d_model", self.d_model, expected)
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """The fixed-depth baseline: every token passes every block. It has no knobs."""
+
+
+@dataclass(frozen=True)
+class TSAConfig:
+    """Token-Selective Attention: a learned gate per token and block."""
+
+    depth_penalty: float = 0.001
+    """Lambda of the paper: the price of the mean active fraction."""
+    threshold: float = 0.5
+    """Hard and sparse execution skip a token whose halting probability exceeds this."""
+    skip: Literal["block", "ffn"] = "block"
+    """What sparse execution skips: block = Q, attention rows, output projection and FFN; ffn = the paper's reading."""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "method")
+        _check_range("method.depth_penalty", self.depth_penalty, 0, 1000)
+        _check_range("method.threshold", self.threshold, 0, 1)
+
+
+METHOD_CONFIGS: dict[str, type] = {"dense": DenseConfig, "tsa": TSAConfig}
+MethodConfig = DenseConfig | TSAConfig
+
+
+def method_name(config: MethodConfig) -> str:
+    return next(name for name, cls in METHOD_CONFIGS.items() if type(config) is cls)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 5000
+    """Optimiser steps."""
+    batch_size: int = 64
+    """Sequences per optimiser step, over all ranks and accumulation."""
+    accumulate: int = 1
+    """Micro-batches per optimiser step; the result does not depend on it."""
+    lr: float = 3e-4
+    """Peak learning rate; falls to a tenth of it along a cosine."""
+    weight_decay: float = 0.1
+    """AdamW's decay, on matrices only: not on biases, norms and embeddings."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    seed: int = 0
+    """Fixes weights, data order and dropout."""
+    eval_every: int = 250
+    """Steps between validations."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints."""
+    log_every: int = 50
+    """Steps between rows of metrics.jsonl."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPU where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the matrix products while training; auto is bfloat16 on a GPU, float32 on a CPU."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile; auto is on for runs of 1,000 steps or more on a GPU."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run folder (needs the extra `tensorboard`)."""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "train")
+        for name in ("steps", "batch_size", "accumulate", "eval_every", "checkpoint_every", "log_every"):
+            _check_range(f"train.{name}", getattr(self, name), 1, 10**9)
+        _check_range("train.seed", self.seed, 0, 2**31 - 1)
+        _check_range("train.lr", self.lr, 0, 10)
+        _check_range("train.weight_decay", self.weight_decay, 0, 10)
+        _check(self.clip > 0 and math.isfinite(self.clip), "train.clip", self.clip, "a finite number above 0")
+        expected = f"a multiple of train.accumulate ({self.accumulate})"
+        _check(self.batch_size % self.accumulate == 0, "train.batch_size", self.batch_size, expected)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    method: MethodConfig = field(default_factory=DenseConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    recipe: str = ""
+
+    def __post_init__(self) -> None:
+        if self.data.synthetic:
+            needed = 2 * (self.data.source_length or 20) + 2
+            expected = f"at least {needed}, the length of one {self.data.corpus} example"
+            _check(self.model.context >= needed, "model.context", self.model.context, expected)
+
+
+# --- strict JSON ------------------------------------------------------------------------------------------------------
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """A plain, JSON-ready tree that `from_dict` turns back into an equal config."""
+    tree = dataclasses.asdict(config)
+    tree["method"] = {"name": method_name(config.method), **tree["method"]}
+    return {"version": FORMAT_VERSION, **tree}
+
+
+def from_dict(tree: object) -> RunConfig:
+    """Strict: every key known, every type right, every value in range, no newer version."""
+    if not isinstance(tree, dict):
+        raise UserError(f"a config must be a JSON object, not {type(tree).__name__}; write it with tokendepth")
+    tree = dict(tree)
+    version = tree.pop("version", None)
+    if type(version) is not int or version < 1:
+        raise UserError(f"config version is {version!r}; expected a whole number up to {FORMAT_VERSION}")
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"config version is {version}, newer than this tokendepth reads ({FORMAT_VERSION}); upgrade tokendepth"
+        )
+    method = tree.get("method", {})
+    if not isinstance(method, dict):
+        raise UserError(f"method is {method!r}; expected a JSON object with a name")
+    method = dict(method)
+    name = method.pop("name", None)
+    if name not in METHOD_CONFIGS:
+        raise UserError(f"method.name is {name!r}: no such method; {did_you_mean(str(name), METHOD_CONFIGS)}")
+    tree["method"] = _build(METHOD_CONFIGS[name], method, "method.")
+    for part, cls in (("data", DataConfig), ("model", ModelConfig), ("train", TrainConfig)):
+        tree[part] = _build(cls, tree.get(part, {}), part + ".")
+    return _build(RunConfig, tree, "")
+
+
+def _build(cls: type, tree: object, prefix: str) -> Any:
+    if not isinstance(tree, dict):
+        raise UserError(f"{prefix.rstrip('.')} is {tree!r}; expected a JSON object")
+    hints = typing.get_type_hints(cls)
+    for key in tree:
+        if key not in hints:
+            hint = did_you_mean(str(key), hints) if hints else "it has no options"
+            raise UserError(f"{prefix}{key}: unknown key; {hint}")
+    return cls(**{key: _coerce(hints[key], value, prefix + key) for key, value in tree.items()})
+
+
+def _coerce(hint: Any, value: object, name: str) -> Any:
+    """`value` if it is of the type `hint`, else a UserError. An int may stand for a float, nothing else may."""
+    if dataclasses.is_dataclass(value):  # a part that is built already
+        return value
+    if typing.get_origin(hint) is Literal:
+        options = typing.get_args(hint)
+        _check(value in options, name, value, "one of " + ", ".join(map(str, options)))
+        return value
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
+    if hint is float and type(value) is int:
+        value = float(value)
+    expected = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    _check(type(value) is hint, name, value, expected[hint])
+    return value
+
+
+def parse_value(hint: Any, text: str, name: str) -> Any:
+    """The value that `text` from a command line or a sweep stands for, checked as strictly as JSON is."""
+    inner = [a for a in typing.get_args(hint) if a is not type(None)] if isinstance(hint, types.UnionType) else [hint]
+    if text == "None" and isinstance(hint, types.UnionType):
+        return None
+    for kind in inner:
+        if kind is bool and text in ("True", "False", "true", "false"):
+            return text in ("True", "true")
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                pass
+    return _coerce(hint, text, name)
+
+
+def options(config: RunConfig) -> dict[str, Any]:
+    """Every dotted name that can be overridden, with its type: `{"train.steps": int, ...}`."""
+    found = {}
+    for part in ("data", "model", "method", "train"):
+        for key, hint in typing.get_type_hints(type(getattr(config, part))).items():
+            found[f"{part}.{key}"] = hint
+    return found
+
+
+def override(config: RunConfig, changes: dict[str, str]) -> RunConfig:
+    """`config` with dotted names set from text: `override(c, {"train.steps": "100"})`."""
+    known = options(config)
+    parts: dict[str, dict[str, Any]] = {}
+    for name, text in changes.items():
+        if name not in known:
+            raise UserError(_unknown_option(name, config, known))
+        part, key = name.split(".")
+        parts.setdefault(part, {})[key] = parse_value(known[name], text, name)
+    made = {part: dataclasses.replace(getattr(config, part), **values) for part, values in parts.items()}
+    return dataclasses.replace(config, **made)
+
+
+def _unknown_option(name: str, config: RunConfig, known: dict[str, Any]) -> str:
+    """Say whose option it is where it belongs to another method; else name the nearest one."""
+    part, _, key = name.partition(".")
+    own = method_name(config.method)
+    if part == "method":
+        owners = [m for m, cls in METHOD_CONFIGS.items() if key in typing.get_type_hints(cls)]
+        if owners:
+            return f"{_flag(name)}: an option of method {' and '.join(owners)}, but this run's method is {own}; drop it"
+        if not any(n.startswith("method.") for n in known):
+            return f"{_flag(name)}: unknown option; method {own} has no options; drop it"
+    return f"{_flag(name)}: unknown option; {did_you_mean(_flag(name), map(_flag, known))}"

@@ -1,0 +1,73 @@
+"""What every corpus offers: training batches that depend on nothing but the seed and the step, and whole splits."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from tokendepth.data.tokenizer import Tokenizer
+from tokendepth.errors import UserError
+
+Split = Literal["train", "val", "test"]
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
+
+NO_LOSS = -100
+"""The target of a position on which no loss is taken."""
+
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+def draw(entropy: Sequence[int], count: int, below: int) -> np.ndarray:
+    """`count` whole numbers in [0, below), always the same for the same `entropy`.
+
+    Raw bits, because they are the part of NumPy's generators that may never change between versions.
+    """
+    return (np.random.PCG64(entropy).random_raw(count) % np.uint64(below)).astype(np.int64)
+
+
+class Dataset(ABC):
+    tokenizer: Tokenizer
+    fingerprint: str
+    """SHA-256 of what the data is."""
+
+    def train_batch(
+        self, *, seed: int, step: int, batch_size: int, context: int, rank: int = 0, world: int = 1
+    ) -> Batch:
+        """Inputs and targets of one step, each int64 [batch_size // world, time].
+
+        Every rank draws the whole batch and keeps its own slice, so the data does not depend on how many there are.
+        """
+        assert 0 <= rank < world
+        if batch_size % world:
+            raise UserError(
+                f"train.batch_size is {batch_size}; expected a multiple of the {world} processes; "
+                "set it with --train.batch-size"
+            )
+        self.check_context(context)
+        share = batch_size // world
+        picks = draw((seed, step), batch_size, self._train_choices(context))
+        return self._train_examples(picks[rank * share : (rank + 1) * share], context)
+
+    @abstractmethod
+    def _train_choices(self, context: int) -> int:
+        """How many different training examples there are to pick from."""
+
+    @abstractmethod
+    def _train_examples(self, picks: np.ndarray, context: int) -> Batch: ...
+
+    @abstractmethod
+    def windows(self, split: Split, context: int, batch_size: int) -> Iterator[Batch]:
+        """The whole split in order, every target once. Windows do not overlap; a shorter last one comes alone."""
+
+    @abstractmethod
+    def bytes_per_token(self, split: Split) -> float:
+        """UTF-8 bytes that one token of the split stands for on average."""
+
+    @abstractmethod
+    def passage(self, split: Split, length: int) -> np.ndarray:
+        """The first `length` tokens of the split, or of its first example."""
+
+    @abstractmethod
+    def check_context(self, context: int) -> None:
+        """A UserError where `context` does not suit the corpus."""

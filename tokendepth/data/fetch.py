@@ -1,0 +1,130 @@
+"""Published corpora: a local copy, else a download; either way known by the SHA-256 of its uncompressed content."""
+
+import contextlib
+import hashlib
+import http.client
+import lzma
+import os
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tokendepth.data.store import cache_folder, replacing
+from tokendepth.errors import UserError
+
+TIMEOUT_S = 20
+CHUNK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Published:
+    name: str
+    address: str
+    sha256: str
+    """Of the uncompressed content, as is `size`."""
+    size: int
+    file_names: tuple[str, ...]
+    """Names of a local copy; the first is that of a download."""
+    char_vocabulary: int
+    train_and_val: tuple[int, int] | None = None
+    """Where the train and val splits end, in tokens; eight and nine tenths unless given."""
+
+
+PUBLISHED = {
+    "shakespeare": Published(
+        name="shakespeare",
+        address="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+        size=1_115_394,
+        file_names=("tinyshakespeare.txt",),
+        char_vocabulary=65,
+    ),
+    "enwik8": Published(
+        name="enwik8",
+        address="https://mattmahoney.net/dc/enwik8.zip",
+        sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
+        size=100_000_000,
+        file_names=("enwik8.zip", "enwik8.xz", "enwik8"),
+        char_vocabulary=6064,
+        train_and_val=(90_000_000, 95_000_000),
+    ),
+}
+
+
+def fetch(corpus: Published) -> bytes:
+    """The content: from the folder TOKENDEPTH_DATA, else from the cache folder, else from the network."""
+    folders = [Path(os.path.expanduser(own))] if (own := os.environ.get("TOKENDEPTH_DATA")) else []
+    for folder in (*folders, cache_folder()):
+        for name in corpus.file_names:
+            if os.path.isfile(folder / name):  # unlike Path.is_file, never raises
+                return _content(corpus, folder / name, source=str(folder / name), remedy="delete it or replace it")
+    return _download(corpus, cache_folder() / corpus.file_names[0])
+
+
+def _download(corpus: Published, path: Path) -> bytes:
+    try:
+        # Closed here, so that the progress bar is gone before any message.
+        with replacing(path) as file, contextlib.closing(_from_network(corpus)) as chunks:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            return _content(corpus, Path(file.name), source=corpus.address, remedy="download it again")
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}; "
+            "set TOKENDEPTH_CACHE to a folder with space that can be written"
+        ) from error
+
+
+def _from_network(corpus: Published) -> Generator[bytes, None, None]:
+    from rich.console import Console
+    from rich.progress import wrap_file
+
+    request = urllib.request.Request(corpus.address, headers={"User-Agent": "tokendepth"})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            left = corpus.size  # no copy is longer than the content; whatever sends more is not the corpus
+            description = f"downloading {corpus.name}"
+            with wrap_file(
+                response, total=response.length or left, description=description, console=Console(stderr=True)
+            ) as stream:
+                while left >= 0 and (chunk := stream.read(CHUNK)):
+                    left -= len(chunk)
+                    yield chunk
+    except (OSError, http.client.HTTPException) as error:
+        raise UserError(
+            f"{corpus.name} is not on this machine and cannot be downloaded from {urlsplit(corpus.address).netloc} "
+            f"({error}); put {corpus.file_names[0]} into a folder and set TOKENDEPTH_DATA to that folder"
+        ) from error
+
+
+def _content(corpus: Published, path: Path, *, source: str, remedy: str) -> bytes:
+    try:
+        content = _uncompressed(corpus, path)
+    except OSError as error:
+        raise UserError(f"cannot read {source}: {error.strerror or error}; {remedy}") from error
+    except (lzma.LZMAError, zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError) as error:
+        raise UserError(f"{source} is damaged ({error!s:.80}); {remedy}") from error
+    found = hashlib.sha256(content).hexdigest()
+    if found != corpus.sha256:
+        raise UserError(
+            f"{source} is not {corpus.name}: its SHA-256 begins {found[:12]}, expected {corpus.sha256[:12]}; {remedy}"
+        )
+    return content
+
+
+def _uncompressed(corpus: Published, path: Path) -> bytes:
+    """At most one byte more than the corpus has, so that no file can fill the memory."""
+    limit = corpus.size + 1
+    if path.suffix == ".xz":
+        with lzma.open(path) as file:
+            return file.read(limit)
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path) as archive, archive.open(corpus.name) as file:
+            return file.read(limit)
+    with open(path, "rb") as file:
+        return file.read(limit)

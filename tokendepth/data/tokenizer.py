@@ -1,0 +1,169 @@
+"""Text to token ids and back: characters, bytes, or the symbols of copy and sort."""
+
+import functools
+import itertools
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tokendepth.errors import UserError, did_you_mean
+
+PAD, BOS, SEP, EOS = range(4)
+SPECIALS = ("<pad>", "<bos>", "<sep>", "<eos>")
+SYMBOLS = "0123456789abcdefghijklmnopqr"  # in ASCII order, so that sorted ids read as sorted text
+
+NEWLINE_PIECE = "↵"
+
+
+class Tokenizer(ABC):
+    kind: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`; a UserError names the first character that has none."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    @abstractmethod
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """One printable string for each token, as heat maps show them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready tree that `tokenizer_from_dict` turns back into an equal tokenizer."""
+        return {"kind": self.kind}
+
+
+@dataclass(frozen=True)
+class CharTokenizer(Tokenizer):
+    """One token a character; `chars` are in ascending order and the place of each is its id."""
+
+    chars: str
+    kind: ClassVar[str] = "char"
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.chars)
+
+    @functools.cached_property
+    def _ids(self) -> dict[str, int]:
+        return {char: index for index, char in enumerate(self.chars)}
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return [self._ids[char] for char in text]
+        except KeyError as missing:
+            remedy = f"is none of the corpus's {self.vocab_size}; leave it out, or train with --data.tokens byte"
+            raise _no_token(text, text.index(missing.args[0]), remedy) from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(_spell(self.chars, ids))
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        return [_printable(char) for char in _spell(self.chars, ids)]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "chars": self.chars}
+
+
+@dataclass(frozen=True)
+class ByteTokenizer(Tokenizer):
+    """One token a byte of UTF-8."""
+
+    kind: ClassVar[str] = "byte"
+
+    @property
+    def vocab_size(self) -> int:
+        return 256
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            # Bytes of a command line that are not UTF-8 arrive as lone surrogates; this gives them back as they were.
+            return list(text.encode("utf-8", "surrogateescape"))
+        except UnicodeEncodeError as error:
+            raise _no_token(text, error.start, "is half a surrogate pair, not a character; leave it out") from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(map(int, ids)).decode("utf-8", "replace")
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        return [_printable(chr(i)) if i < 128 else f"\\x{i:02x}" for i in bytes(map(int, ids))]
+
+
+@dataclass(frozen=True)
+class SymbolTokenizer(Tokenizer):
+    """The 28 symbols of copy and sort after four special tokens, which text spells `<bos>`."""
+
+    kind: ClassVar[str] = "symbol"
+    _spellings: ClassVar[tuple[str, ...]] = (*SPECIALS, *SYMBOLS)
+    _token: ClassVar[re.Pattern[str]] = re.compile("|".join((*SPECIALS, f"[{SYMBOLS}]")))
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._spellings)
+
+    def encode(self, text: str) -> list[int]:
+        ids, position = [], 0
+        while position < len(text):
+            token = self._token.match(text, position)
+            if token is None:
+                remedy = f"is no symbol; expected 0-9, a-r or one of {' '.join(SPECIALS)}; leave it out"
+                raise _no_token(text, position, remedy)
+            ids.append(self._spellings.index(token[0]))
+            position = token.end()
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(_spell(self._spellings, ids))
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        return _spell(self._spellings, ids)
+
+
+def tokenizer_from_dict(tree: object) -> Tokenizer:
+    """Strict: a known kind, its own keys and nothing else."""
+    if not isinstance(tree, dict):
+        raise UserError(f"a tokenizer must be a JSON object, not {type(tree).__name__}; restore it from a copy")
+    kind = tree.get("kind")
+    if kind not in ("char", "byte", "symbol"):
+        hint = did_you_mean(str(kind), ("char", "byte", "symbol"))
+        raise UserError(f"tokenizer.kind is {kind!r:.40}: no such tokenizer; {hint}")
+    expected = ["chars", "kind"] if kind == "char" else ["kind"]
+    if sorted(map(str, tree)) != expected:
+        raise UserError(f"a {kind} tokenizer must have the keys {expected}, not {list(tree)!r:.60}; restore a copy")
+    if kind == "char":
+        return CharTokenizer(_checked_chars(tree["chars"]))
+    return ByteTokenizer() if kind == "byte" else SymbolTokenizer()
+
+
+def _checked_chars(chars: object) -> str:
+    if not isinstance(chars, str) or not chars:
+        raise UserError(f"tokenizer.chars is {chars!r:.40}; expected text of at least one character; restore a copy")
+    for before, char in itertools.pairwise(chars):
+        if before >= char:
+            raise UserError(f"tokenizer.chars has {char!r} after {before!r}; expected ascending order; restore a copy")
+    if any("\ud800" <= char <= "\udfff" for char in chars):
+        raise UserError("tokenizer.chars has half of a surrogate pair; expected whole characters; restore a copy")
+    return chars
+
+
+def _spell(spellings: Sequence[str], ids: Iterable[int]) -> list[str]:
+    ids = [int(i) for i in ids]
+    assert all(0 <= i < len(spellings) for i in ids), f"ids outside the vocabulary of {len(spellings)}"
+    return [spellings[i] for i in ids]
+
+
+def _printable(char: str) -> str:
+    if char == "\n":
+        return NEWLINE_PIECE
+    return char if char.isprintable() else char.encode("unicode_escape").decode()
+
+
+def _no_token(text: str, position: int, remedy: str) -> UserError:
+    return UserError(f"the character {text[position]!r} at position {position} of the text {remedy}")

@@ -1,0 +1,21 @@
+"""The one error that a user may see."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake of the user's or a fault of their machine, told in one line.
+
+    The line names the value, what was expected and the remedy. The command line prints it and exits with code 2;
+    every other exception is a bug of ours and keeps its traceback.
+    """
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """A hint to append to a message: the nearest option, else all of them."""
+    options = sorted(options)
+    near = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return "expected one of " + ", ".join(options)

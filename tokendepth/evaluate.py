@@ -1,0 +1,213 @@
+"""A finished run, measured over a whole split: deterministic, float32, under each execution, with its controls."""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokendepth import data
+from tokendepth.config import DenseConfig, RunConfig, method_name
+from tokendepth.data import Dataset
+from tokendepth.errors import UserError
+from tokendepth.machine import choose_device, describe_device, environment
+from tokendepth.methods import build
+from tokendepth.model import LanguageModel, Output
+from tokendepth.runs import Run
+from tokendepth.trace import EXECUTIONS, DepthTotals, Execution, add_up
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Measured:
+    loss: float
+    """Mean negative log likelihood per target, in nats."""
+    accuracy: float
+    depth: DepthTotals
+
+
+def batches(dataset: Dataset, split: str, context: int, device: torch.device) -> Iterator[Batch]:
+    """The whole split, in an order and in sizes that do not depend on how the model was trained."""
+    for inputs, targets in dataset.windows(split, context, max(1, 16384 // context)):
+        yield torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
+
+
+@torch.no_grad()
+def measure(model: LanguageModel, stream: Iterator[Batch], forward: Callable[[Tensor], Output]) -> Measured:
+    """Run `forward` over the stream, in evaluation mode; the model is left in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    nats = hits = targets_seen = 0.0
+    depth = []
+    try:
+        for inputs, targets in stream:
+            out = forward(inputs)
+            logits, flat = out.logits.flatten(0, 1).float(), targets.flatten()
+            nats += F.cross_entropy(logits, flat, reduction="sum").double().item()
+            hits += (logits.argmax(-1) == flat).sum().item()
+            targets_seen += (flat != -100).sum().item()
+            depth.append(out.trace.totals())
+    finally:
+        model.train(was_training)
+    return Measured(nats / targets_seen, hits / targets_seen, add_up(depth))
+
+
+def load_model(run: Run, device: torch.device) -> LanguageModel:
+    """The trained model of a finished run, in evaluation mode."""
+    model = build(run.config)
+    weights = {name: torch.from_numpy(array.copy()) for name, array in run.weights().items()}
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise UserError(
+            f"{run.path / 'model.safetensors'} does not fit its config.json; restore the folder from a copy"
+        ) from None
+    return model.to(device).eval()
+
+
+def evaluate(run: Run, *, split: str = "val", device: str = "auto", timing: bool = True) -> dict[str, Any]:
+    """Everything `eval.json` holds. Written into the run by the caller, so that asking does not change a run."""
+    if split not in ("val", "test"):
+        raise UserError(f"split is {split!r}; expected val or test")
+    config, where = run.config, choose_device(device)
+    model, dataset = load_model(run, where), data.load(config.data)
+
+    def stream() -> Iterator[Batch]:
+        return batches(dataset, split, config.model.context, where)
+
+    routers = model.method.routers()
+    decided: dict[Execution, list[Tensor]] = {execution: [] for execution in EXECUTIONS}
+
+    def executed(execution: Execution) -> Measured:
+        def forward(ids: Tensor) -> Output:
+            out = model(ids, execution=execution)
+            decided[execution].append(out.trace.work > 0.5)
+            return out
+
+        return measure(model, stream(), forward)
+
+    if routers:
+        measured = {execution: executed(execution) for execution in EXECUTIONS}
+    else:  # nothing decides, so the three are one computation
+        measured = dict.fromkeys(EXECUTIONS, executed("sparse"))
+    sparse = measured["sparse"].depth
+    # Rounding can tip a router that stands on its threshold; how often it did is part of the result.
+    flips = sum(int((h != s).sum()) for h, s in zip(decided["hard"], decided["sparse"], strict=True)) if routers else 0
+    return {
+        "version": 1,
+        "method": method_name(config.method),
+        "recipe": config.recipe,
+        "corpus": config.data.corpus,
+        "seed": config.train.seed,
+        "split": split,
+        "tokens": sparse.tokens,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "router_parameters": sum(p.numel() for router in routers for p in router.parameters()),
+        **{name: _figures(m, dataset, config, split) for name, m in measured.items()},
+        "tlops_saved_soft": measured["soft"].depth.tlops_saved,
+        "tlops_skipped": sparse.tlops_saved,
+        "flops_skipped": sparse.flops_skipped,
+        "flops_per_token": sparse.flops / sparse.tokens,
+        "flops_per_token_dense": sparse.flops_dense / sparse.tokens,
+        "decision_flips": flips,
+        "controls": _controls(model, config, stream, measured["hard"].depth) if routers else {},
+        "time": time_forward(model, config, next(stream())[0]) if timing else None,
+        "passage": _passage(model, dataset, split, where),
+        "env": environment(where),
+    }
+
+
+def _figures(measured: Measured, dataset: Dataset, config: RunConfig, split: str) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "loss": measured.loss,
+        "active_fraction": measured.depth.active_fraction,
+        "active_fraction_per_site": measured.depth.per_site,
+    }
+    if config.data.synthetic:
+        return {**figures, "accuracy": measured.accuracy, "perplexity": math.exp(measured.loss)}
+    bits = measured.loss / math.log(2)
+    by_character = config.data.tokens == "char"
+    return {
+        **figures,
+        "bits_per_character": bits if by_character else None,
+        "bits_per_byte": bits / dataset.bytes_per_token(split),
+    }
+
+
+def _controls(model: LanguageModel, config: RunConfig, stream: Callable, hard: DepthTotals) -> dict[str, Any]:
+    """Is it the router that matters? The same weights with untrained routers, and with dice in their place."""
+    device = next(model.parameters()).device
+    untrained = copy.deepcopy(model)
+    for router, fresh in zip(untrained.method.routers(), build(config).method.routers(), strict=True):
+        router.load_state_dict(fresh.state_dict())
+    dice = torch.Generator().manual_seed(0)
+    fractions = torch.tensor([f for f, routed in zip(hard.per_site, hard.routed, strict=True) if routed])
+
+    def at_random(ids: Tensor) -> Output:
+        decisions = torch.rand(len(fractions), *ids.shape, generator=dice) < fractions[:, None, None]
+        return model(ids, execution="hard", decisions=decisions.to(device))
+
+    measured = {
+        "untrained_router_soft": measure(untrained, stream(), lambda ids: untrained(ids, execution="soft")),
+        "untrained_router_hard": measure(untrained, stream(), lambda ids: untrained(ids, execution="hard")),
+        "random_decisions_hard": measure(model, stream(), at_random),
+    }
+    return {name: {"loss": m.loss, "active_fraction": m.depth.active_fraction} for name, m in measured.items()}
+
+
+@torch.no_grad()
+def time_forward(model: LanguageModel, config: RunConfig, ids: Tensor, *, batch: int = 8, repeats: int = 15) -> dict:
+    """Milliseconds of a forward pass: router-free dense, hard and sparse, interleaved so that drift hits all alike."""
+    ids = ids[:batch]
+    dense = build(replace(config, method=DenseConfig())).to(ids.device).eval()
+    conditions = {
+        "dense_ms": lambda: dense(ids),
+        "hard_ms": lambda: model(ids, execution="hard"),
+        "sparse_ms": lambda: model(ids, execution="sparse"),
+    }
+    times: dict[str, list[float]] = {name: [] for name in conditions}
+    for repeat in range(repeats + 3):
+        for name, run in conditions.items():
+            _synchronise(ids.device)
+            start = time.perf_counter()
+            run()
+            _synchronise(ids.device)
+            if repeat >= 3:
+                times[name].append(1000 * (time.perf_counter() - start))
+    quartiles = {name: _quartiles(values) for name, values in times.items()}
+    speedup = quartiles["dense_ms"][0] / quartiles["sparse_ms"][0]
+    where = {"device": describe_device(ids.device), "batch": len(ids), "context": ids.shape[1], "dtype": "float32"}
+    return {**where, **quartiles, "speedup": speedup}
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    """[median, lower quartile, upper quartile]"""
+    ordered = sorted(values)
+    return [ordered[len(ordered) * part // 4] for part in (2, 1, 3)]
+
+
+@torch.no_grad()
+def _passage(model: LanguageModel, dataset: Dataset, split: str, device: torch.device) -> dict[str, Any]:
+    """Decisions on real text, token by token, for heat maps."""
+    ids = torch.tensor(dataset.passage(split, model.config.context), device=device)[None]
+    soft, hard = (model(ids, execution=e) for e in ("soft", "hard"))
+    nats = F.cross_entropy(soft.logits[0, :-1].float(), ids[0, 1:], reduction="none").tolist()
+    routed = [n for n, site in enumerate(soft.trace.sites) if site.routed]
+    return {
+        "pieces": dataset.tokenizer.pieces(ids[0].tolist()),
+        "sites": [soft.trace.sites[n].name for n in routed],
+        "soft": [[round(w, 4) for w in soft.trace.work[n, 0].tolist()] for n in routed],
+        "hard": [[int(w) for w in hard.trace.work[n, 0].tolist()] for n in routed],
+        "surprisal": [None, *(round(n, 4) for n in nats)],
+    }

@@ -1,0 +1,61 @@
+"""Which device to use, and the facts about this machine that a result has to carry."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+import tokendepth
+from tokendepth.errors import UserError
+
+
+def choose_device(request: str) -> torch.device:
+    """`auto`, `cpu` or `cuda`. Asking for a GPU that is not there is an error, never a silent fallback."""
+    if request == "auto":
+        request = "cuda" if torch.cuda.is_available() else "cpu"
+    if request == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError(
+                "device is 'cuda', but this machine shows PyTorch no CUDA device; use --train.device cpu or auto"
+            )
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What a reader needs to repeat a number; nothing that names a person or a machine."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
+    return {
+        "tokendepth": tokendepth.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        **versions,
+        "device": describe_device(device),
+        "system": platform.system(),
+    }
+
+
+def commit() -> str:
+    """The commit of this source tree, `+changes` if it was edited since; `unknown` outside a checkout."""
+    here = Path(tokendepth.__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        head = git("rev-parse", "--short=12", "HEAD")
+        return head + ("+changes" if head and git("status", "--porcelain", "--", ".") else "") or "unknown"
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"

@@ -1,0 +1,19 @@
+"""One paper, one file. To add a method: its file here, its entry in METHODS, its knobs in `config.METHOD_CONFIGS`."""
+
+import torch
+
+from tokendepth.config import RunConfig, method_name
+from tokendepth.methods.base import Method
+from tokendepth.methods.dense import Dense
+from tokendepth.methods.tsa import TSA
+from tokendepth.model import LanguageModel
+
+METHODS: dict[str, type[Method]] = {"dense": Dense, "tsa": TSA}
+
+
+def build(config: RunConfig) -> LanguageModel:
+    """The untrained model of `config` on the CPU: the same seed gives the same weights; no one else's RNG is moved."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        method = METHODS[method_name(config.method)](config.model, config.method)
+        return LanguageModel(config.model, method)

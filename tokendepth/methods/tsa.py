@@ -1,0 +1,102 @@
+"""Token-Selective Attention: a learned gate per token on the residual updates of each block but the first.
+
+    h <- f_0(h);   p_l = r_l(h),   h <- f_{l+1}(h, p_l)   for l = 0 .. L-2                                     (eq. 1)
+
+`p` is the probability to halt, `1 - p` is what the block keeps of its update. The stem f_0 is never gated. One `p`
+serves a block's attention and feed-forward alike.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from tokendepth.config import ModelConfig, TSAConfig
+from tokendepth.methods.base import Method
+from tokendepth.model import Block, Pass, Spent, block_site
+from tokendepth.trace import DepthTrace, Site
+
+
+class Router(nn.Module):
+    """r_l of eq. 2, up to the sigmoid: a two-layer MLP from a token's state to its halting logit."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(d_model, max(16, d_model // 4))
+        self.logit = nn.Linear(self.hidden.out_features, 1)
+        nn.init.constant_(self.logit.bias, -1.0)  # sigmoid(-1) = 0.27: nothing halts before there is something to learn
+
+    def forward(self, h: Tensor) -> Tensor:
+        """`[batch, time, d] -> [batch, time]`, in float32 also where the blocks are not: a decision has no small error."""
+        with torch.autocast(h.device.type, enabled=False):
+            return self.logit(torch.relu(self.hidden(h.float()))).squeeze(-1)
+
+    @property
+    def flops(self) -> int:
+        return 2 * (self.hidden.weight.numel() + self.logit.weight.numel())
+
+
+class GatedBlock(Block):
+    """A block and the router that guards it."""
+
+    def __init__(self, model: ModelConfig, layer: int) -> None:
+        super().__init__(model, layer)
+        self.router = Router(model.d_model)
+
+
+class TSA(Method):
+    def __init__(self, model: ModelConfig, config: TSAConfig) -> None:
+        super().__init__(model, config)
+        self.depth_penalty, self.skip = config.depth_penalty, config.skip
+        # The decision p > threshold, taken on logits: the sigmoid would round away what separates close ones.
+        t = config.threshold
+        self.threshold_logit = math.log(t / (1 - t)) if 0 < t < 1 else math.copysign(math.inf, t - 0.5)
+        gated = [GatedBlock(model, layer) for layer in range(1, model.n_layer)]
+        self.blocks = nn.ModuleList([Block(model, 0), *gated])
+
+    def forward(self, hidden: Tensor, run: Pass) -> Spent:
+        sites = self.sites(run.keys(hidden.shape[1]))
+        hidden = self.blocks[0](hidden, run)
+        keeps = [torch.ones(hidden.shape[:2], device=hidden.device)]
+        for decision, block in enumerate(self.blocks[1:]):
+            halt_logit = block.router(hidden)
+            if run.execution == "soft":
+                keep = torch.sigmoid(-halt_logit)
+                hidden = block(hidden, run, gate=keep)
+            else:
+                active = halt_logit <= self.threshold_logit if run.decisions is None else run.decisions[decision]
+                active = active if run.valid is None else active & run.valid
+                hidden = self._decided(block, hidden, run, active)
+                keep = active.float()
+            keeps.append(keep)
+        work = torch.stack(keeps)
+        losses = {"depth": self.depth_penalty * _mean(work[1:], run.valid)} if len(keeps) > 1 else {}
+        return Spent(hidden, DepthTrace(work.detach(), sites, run.execution), losses)
+
+    def _decided(self, block: Block, hidden: Tensor, run: Pass, active: Tensor) -> Tensor:
+        if run.execution == "hard":
+            return block(hidden, run, gate=active)
+        if self.skip == "ffn":
+            return block.forward_active_ffn(hidden, run, active)
+        return block.forward_active(hidden, run, active)
+
+    def sites(self, keys: int) -> tuple[Site, ...]:
+        sites = [block_site(self.model, "block 0", keys, routed=False)]
+        for layer, router in enumerate(self.routers(), 1):
+            site = block_site(self.model, f"block {layer}", keys, routed=True, router=router.flops)
+            if self.skip == "ffn":
+                attention = site.active - 4 * self.model.d_model * self.model.d_ff
+                site = replace(site, always=site.always + attention, active=site.active - attention)
+            sites.append(site)
+        return tuple(sites)
+
+    def routers(self) -> list[Router]:
+        return [block.router for block in self.blocks[1:]]
+
+
+def _mean(keep: Tensor, valid: Tensor | None) -> Tensor:
+    """The mean active fraction over layers, batch and time of eq. 5, padding left out."""
+    if valid is None:
+        return keep.mean()
+    return (keep * valid).sum() / (len(keep) * valid.sum())

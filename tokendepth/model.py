@@ -1,0 +1,194 @@
+"""The pre-norm decoder-only transformer that every method is built from, and the language model around it.
+
+To the digit the paper's: attention projections without bias, feed-forward with, GELU, affine norms, learned positions,
+output head tied to the token embedding. Residual projections start at N(0, 0.02 / sqrt(2 L)), embeddings at N(0, 0.02).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokendepth.cache import KVCache
+from tokendepth.config import ModelConfig
+from tokendepth.errors import UserError
+from tokendepth.ops.gated_add import gated_add
+from tokendepth.ops.sparse_attention import sparse_attention
+from tokendepth.trace import DepthTrace, Execution, Site
+
+
+@dataclass(frozen=True)
+class Pass:
+    """How one forward pass is to run; the same for every layer of it."""
+
+    execution: Execution = "soft"
+    cache: KVCache | None = None
+    valid: Tensor | None = None
+    """`[batch, time]`, False at (left) padding."""
+    decisions: Tensor | None = None
+    """`[routed site, batch, time]` bool, True = active: taken instead of the router's own, under hard and sparse."""
+
+    def keys(self, time: int) -> int:
+        """How many keys a row of attention is as wide as."""
+        return time + (self.cache.length if self.cache else 0)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a method returns: the hidden states, where depth went, and losses to be added to the task's."""
+
+    hidden: Tensor
+    trace: DepthTrace
+    losses: dict[str, Tensor]
+
+
+def _initialise_residual(projection: nn.Linear, n_layer: int) -> None:
+    nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * n_layer))
+
+
+class Attention(nn.Module):
+    def __init__(self, model: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.n_head, self.dropout = layer, model.n_head, model.dropout
+        self.qkv = nn.Linear(model.d_model, 3 * model.d_model, bias=False)
+        self.out = nn.Linear(model.d_model, model.d_model, bias=False)
+        _initialise_residual(self.out, model.n_layer)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """`[..., time, d] -> [..., head, time, width]`"""
+        return x.unflatten(-1, (self.n_head, -1)).transpose(-3, -2)
+
+    def _remember(self, k: Tensor, v: Tensor, run: Pass) -> tuple[Tensor, Tensor, Tensor | None]:
+        if run.cache is None:
+            return k, v, run.valid
+        return run.cache.append(self.layer, k, v, run.valid)
+
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
+        """Every row: `[batch, time, d] -> [batch, time, d]`."""
+        q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
+        k, v, key_valid = self._remember(k, v, run)
+        if key_valid is None:
+            dropout = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, _causal_mask(x.shape[1], key_valid))
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def active_rows(self, x: Tensor, active: Tensor, run: Pass) -> Tensor:
+        """Rows of the active tokens only, `[active tokens, d]`; every token still leaves its key and value."""
+        w_q, w_kv = self.qkv.weight.split([x.shape[-1], 2 * x.shape[-1]])
+        k, v = (self._heads(part) for part in F.linear(x, w_kv).chunk(2, dim=-1))
+        k, v, key_valid = self._remember(k, v, run)
+        q = F.linear(x[active], w_q).unflatten(-1, (self.n_head, -1))
+        return self.out(sparse_attention(q, k, v, active, key_valid).flatten(1))
+
+
+def _causal_mask(time: int, key_valid: Tensor) -> Tensor:
+    """`[batch, 1, time, keys]`: earlier valid keys, and always a token's own, so that no row is empty."""
+    keys = key_valid.shape[1]
+    position = torch.arange(keys - time, keys, device=key_valid.device)[:, None]
+    key_position = torch.arange(keys, device=key_valid.device)
+    earlier, own = key_position <= position, key_position == position
+    return (earlier & key_valid[:, None, None, :]) | own
+
+
+class FeedForward(nn.Module):
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(model.d_model, model.d_ff)
+        self.down = nn.Linear(model.d_ff, model.d_model)
+        _initialise_residual(self.down, model.n_layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, model: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(model.d_model)
+        self.attention = Attention(model, layer)
+        self.norm_ffn = nn.LayerNorm(model.d_model)
+        self.ffn = FeedForward(model)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, h: Tensor, run: Pass, gate: Tensor | None = None) -> Tensor:
+        """Every token; `gate` `[batch, time]` scales both residual updates (eq. 3 and 4), none is the plain block."""
+        add = Tensor.add if gate is None else partial(gated_add, gate=gate)
+        h = add(h, self.dropout(self.attention(self.norm_attention(h), run)))
+        return add(h, self.dropout(self.ffn(self.norm_ffn(h))))
+
+    def forward_active(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
+        """The plain block for the tokens of `active` `[batch, time]`; the others pass unchanged and cost K and V only."""
+        rows = h[active] + self.attention.active_rows(self.norm_attention(h), active, run)
+        rows = rows + self.ffn(self.norm_ffn(rows))
+        return h.masked_scatter(active[..., None], rows)
+
+    def forward_active_ffn(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
+        """The paper's sparse mode: attention for every token with its update masked, the feed-forward for active ones."""
+        h = gated_add(h, self.attention(self.norm_attention(h), run), active)
+        rows = h[active]
+        rows = rows + self.ffn(self.norm_ffn(rows))
+        return h.masked_scatter(active[..., None], rows)
+
+
+def block_site(model: ModelConfig, name: str, keys: int, *, routed: bool, router: float = 0.0) -> Site:
+    """What one token costs in one block when attention rows are `keys` wide."""
+    d = model.d_model
+    rest = 2 * (2 * d * d + 2 * d * model.d_ff) + 4 * keys * d
+    return Site(name, routed, always=2 * 2 * d * d, active=rest, router=router)
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: Tensor
+    trace: DepthTrace
+    losses: dict[str, Tensor]
+
+
+class LanguageModel(nn.Module):
+    """Embedding, a method that spends depth, final norm, tied head: the same for every method."""
+
+    def __init__(self, model: ModelConfig, method: nn.Module) -> None:
+        super().__init__()
+        assert model.vocab_size > 0, "the vocabulary comes from the corpus; resolve it first"
+        self.config = model
+        self.embedding = nn.Embedding(model.vocab_size, model.d_model)
+        self.positions = nn.Embedding(model.context, model.d_model)
+        for table in (self.embedding, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
+        self.dropout = nn.Dropout(model.dropout)
+        self.method = method
+        self.norm = nn.LayerNorm(model.d_model)
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        execution: Execution = "soft",
+        cache: KVCache | None = None,
+        valid: Tensor | None = None,
+        decisions: Tensor | None = None,
+    ) -> Output:
+        """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`."""
+        run = Pass(execution, cache, valid, decisions)
+        if run.keys(ids.shape[1]) > self.config.context and valid is None:
+            raise UserError(
+                f"{run.keys(ids.shape[1])} tokens do not fit this model's context of {self.config.context}; give fewer"
+            )
+        h = self.dropout(self.embedding(ids) + self.positions(self._position_ids(ids, run)))
+        spent = self.method(h, run)
+        if cache is not None:
+            cache.advance(ids.shape[1], valid)
+        logits = F.linear(self.norm(spent.hidden), self.embedding.weight)
+        head = 2 * self.config.d_model * self.config.vocab_size
+        return Output(logits, replace(spent.trace, outside=head, valid=valid), spent.losses)
+
+    def _position_ids(self, ids: Tensor, run: Pass) -> Tensor:
+        steps = torch.arange(ids.shape[1], device=ids.device)
+        if run.valid is not None:
+            steps = (run.valid.long().cumsum(1) - 1).clamp(min=0)
+        return steps if run.cache is None else steps + run.cache.seen[:, None]

@@ -1,0 +1,23 @@
+import torch
+from torch import Tensor
+
+
+class _GatedAdd(torch.autograd.Function):
+    """With a backward of its own: autograd's writes `grad * update` out before it sums it, and that twice."""
+
+    @staticmethod
+    def forward(ctx, h: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(update, gate)
+        return torch.addcmul(h, gate[..., None], update)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        update, gate = ctx.saved_tensors
+        # A compiler fuses the sum; eager CPU code is better off with a dot product.
+        grad_gate = (grad * update).sum(-1) if grad.is_cuda else torch.einsum("btd,btd->bt", grad, update)
+        return grad, grad * gate[..., None], grad_gate
+
+
+def eager(h: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    """As `reference`, in one pass over memory forward and one per gradient backward; in the dtype of `h`."""
+    return _GatedAdd.apply(h, update.to(h.dtype), gate.to(h.dtype))

@@ -1,0 +1,19 @@
+"""Small enough for two CPU cores and a minute each, on text that every Python installation has."""
+
+from tokendepth.config import DataConfig, DenseConfig, MethodConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+
+
+def _run(method: MethodConfig) -> RunConfig:
+    model = ModelConfig(d_model=96, n_layer=6, n_head=4, d_ff=384, context=128, dropout=0.0)
+    train = TrainConfig(steps=240, batch_size=16, lr=2e-3, eval_every=60, checkpoint_every=120, log_every=10)
+    return RunConfig(DataConfig("stdlib"), model, method, train)
+
+
+def dense() -> RunConfig:
+    """Python's standard library, fixed depth, one minute on a CPU."""
+    return _run(DenseConfig())
+
+
+def tsa() -> RunConfig:
+    """Python's standard library, Token-Selective Attention at depth penalty 0.05, one minute on a CPU."""
+    return _run(TSAConfig(depth_penalty=0.05))

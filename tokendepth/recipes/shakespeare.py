@@ -1,0 +1,17 @@
+"""Tiny-Shakespeare by characters, as in the paper's section 3.2."""
+
+from tokendepth.config import DataConfig, DenseConfig, MethodConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+
+
+def _run(method: MethodConfig) -> RunConfig:
+    return RunConfig(DataConfig("shakespeare"), ModelConfig(context=128), method, TrainConfig())
+
+
+def dense() -> RunConfig:
+    """Tiny-Shakespeare, fixed depth: 4,782,336 parameters."""
+    return _run(DenseConfig())
+
+
+def tsa() -> RunConfig:
+    """Tiny-Shakespeare, Token-Selective Attention at depth penalty 0.001: 4,864,901 parameters."""
+    return _run(TSAConfig())

@@ -1,0 +1,195 @@
+"""The figures that compare runs: loss over steps, loss over TLOps, active fraction per layer; each as SVG and PNG."""
+
+import io
+import math
+import statistics
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import matplotlib.style
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from tokendepth.report.palette import INK, PAPER, colour, dash
+from tokendepth.report.summary import Row
+
+STYLE = {
+    "font.family": "DejaVu Sans",  # ships with matplotlib: the same figure on every machine
+    "font.size": 9,
+    "legend.fontsize": 8,
+    "text.parse_math": False,  # a dollar in a passage or a run's name is a dollar
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": INK,
+    "grid.alpha": 0.15,
+    "grid.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": "none",
+    "svg.fonttype": "path",  # legible without the font
+    "svg.hashsalt": "tokendepth",  # the same runs give the same bytes
+}
+MODES = {
+    "soft": {"marker": "o", "fillstyle": "none", "markersize": 5, "linestyle": (0, (2, 1.5)), "linewidth": 1.1},
+    "hard": {"marker": "s", "fillstyle": "full", "markersize": 4.5, "linestyle": "solid", "linewidth": 1.1},
+}
+SCALES = ((1e12, "10¹², "), (1e9, "10⁹, "), (1e6, "10⁶, "), (1, ""))
+WIDTH = 5.2
+PNG_DPI = 200
+
+
+@dataclass(frozen=True)
+class Drawing:
+    name: str
+    """Of its files, without the suffix."""
+    caption: str
+    svg: bytes
+    png: bytes
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Our style on matplotlib's defaults: whatever a user's matplotlibrc says, the figures are the same."""
+    with matplotlib.style.context(["default", STYLE]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box, which says so
+        yield
+
+
+def render(figure: Figure, name: str, caption: str) -> Drawing:
+    """Both formats, without date and version, which would change the bytes of an unchanged figure."""
+    svg, png = io.BytesIO(), io.BytesIO()
+    unsigned = {"Date": None, "Creator": None, "Format": None, "Type": None}
+    figure.savefig(svg, format="svg", metadata=unsigned)
+    figure.savefig(png, format="png", dpi=PNG_DPI, metadata={"Software": None})
+    return Drawing(name, caption, svg.getvalue(), png.getvalue())
+
+
+def shorten(label: str, longest: int = 34) -> str:
+    """Both ends of a long name: the one says what it is, the other how it differs."""
+    if len(label) <= longest:
+        return label
+    head = longest // 2
+    return label[:head] + "…" + label[head - longest + 1 :]
+
+
+def comparison(table: list[Row]) -> list[Drawing]:
+    """Every figure that these runs have the numbers for."""
+    with style():
+        drawn = (loss_over_steps(table), loss_over_tlops(table), active_fraction(table))
+    return [drawing for drawing in drawn if drawing]
+
+
+def loss_over_steps(table: list[Row]) -> Drawing | None:
+    caption = (
+        "Validation loss over steps, the training loss faint behind it. Validated as trained: under a soft gate "
+        "nothing is skipped. The first fifth of a run may lie above the panel."
+    )
+    return _loss_curves(table, "step", 1, "optimiser step", "loss_steps", caption)
+
+
+def loss_over_tlops(table: list[Row]) -> Drawing | None:
+    caption = (
+        "Validation loss over cumulative token-layer operations in training. Soft TLOps weigh a layer's contribution; "
+        "training computes every layer, so this axis is neither FLOPs nor time."
+    )
+    largest = max((x for row in table for r in row.records for x, _ in r.curve("tlops", "val_loss")), default=0)
+    unit, scale = next((unit, scale) for unit, scale in SCALES if largest >= unit or unit == 1)
+    return _loss_curves(table, "tlops", unit, f"cumulative TLOps ({scale}soft weighting)", "loss_tlops", caption)
+
+
+def _loss_curves(table: list[Row], x: str, unit: float, label: str, name: str, caption: str) -> Drawing | None:
+    """One panel per corpus, since losses on different texts do not compare."""
+    curves = {record.path: record.curve(x, "val_loss") for row in table for record in row.records}
+    numbered = [(i, row) for i, row in enumerate(table) if any(curves[r.path] for r in row.records)]
+    corpora = list(dict.fromkeys(row.corpus for _, row in numbered))
+    if not corpora:
+        return None
+    legend_lines = (len(numbered) + 1) // 2
+    figure = Figure(figsize=(WIDTH, 2.6 * len(corpora) + 0.35 + 0.17 * legend_lines), layout="constrained")
+    panels = figure.subplots(len(corpora), squeeze=False)[:, 0]
+    handles = {}
+    for axes, corpus in zip(panels, corpora, strict=True):
+        members = [(i, row, r) for i, row in numbered if row.corpus == corpus for r in row.records if curves[r.path]]
+        for i, row, record in members:
+            if x == "step" and (trained := record.curve("step", "task_loss") or record.curve("step", "loss")):
+                axes.plot(*zip(*trained, strict=True), color=colour(i), linewidth=0.7, alpha=0.3, zorder=1)
+            xs, ys = zip(*curves[record.path], strict=True)
+            look = {"color": colour(i), "linestyle": dash(i), "linewidth": 1.5 if len(row.records) == 1 else 1.0}
+            if len(xs) <= 12:  # few enough to show each validation, and one alone makes no line
+                look |= {"marker": "o", "markersize": 3}
+            (handles[row.title],) = axes.plot([value / unit for value in xs], ys, zorder=2, **look)
+        axes.set_ylim(*_window([[y for _, y in curves[record.path]] for _, _, record in members]))
+        axes.set_ylabel("validation loss\n(nats per token)")
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        if x == "step":
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if len(corpora) > 1:
+            axes.set_title(shorten(corpus, 60))
+    panels[-1].set_xlabel(label)
+    _legend(figure, handles)
+    return render(figure, name, caption)
+
+
+def _window(losses: list[list[float]]) -> tuple[float, float]:
+    """Limits in which the ends of the runs can be told apart: of each run, at most the worst fifth lies above."""
+    low, high = min(map(min, losses)), max(sorted(run)[math.ceil(0.8 * (len(run) - 1))] for run in losses)
+    margin = 0.05 * (high - low) or 0.05
+    return low - margin, high + margin
+
+
+def _legend(figure: Figure, handles: dict) -> None:
+    """Below the panels, where it hides no line."""
+    labels = [shorten(label) for label in handles]
+    figure.legend(handles.values(), labels, loc="outside lower center", ncols=min(len(labels), 2), handlelength=2.4)
+
+
+def active_fraction(table: list[Row]) -> Drawing | None:
+    """Small multiples, one per routed row, so that soft and hard of one run are compared and runs do not overlap."""
+    routed = [(i, row) for i, row in enumerate(table) if any(_per_layer(row, mode) for mode in MODES)]
+    if not routed:
+        return None
+    across = min(len(routed), 3)
+    down = -(-len(routed) // across)
+    figure = Figure(figsize=(WIDTH if across < 3 else 1.25 * WIDTH, 2.0 * down + 0.75), layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False, sharey=True)
+    for axes, (i, row) in zip(grid.flat, routed, strict=False):
+        for mode, look in MODES.items():
+            if layers := _per_layer(row, mode):
+                means = [statistics.fmean(layer) for layer in layers]
+                # Rounding may put the mean of equal values outside them, and a bar of negative length is an error.
+                below = [max(0, mean - min(layer)) for mean, layer in zip(means, layers, strict=True)]
+                above = [max(0, max(layer) - mean) for mean, layer in zip(means, layers, strict=True)]
+                axes.errorbar(range(1, len(layers) + 1), means, [below, above], color=colour(i), **look)
+        axes.set_ylim(-0.04, 1.06)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.set_title(shorten(row.title, 24 if across == 3 else 40))
+    for place, axes in enumerate(grid.flat):
+        axes.set_visible(place < len(routed))
+        if place + across >= len(routed):  # the lowest panel of its column
+            axes.set_xlabel("layer")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("active fraction")
+    keys = [Line2D([], [], color=INK, **look) for look in MODES.values()]
+    labels = ["soft: mean weight of the gate", "hard: share of tokens executed"]
+    figure.legend(keys, labels, loc="outside lower center", ncols=2, handlelength=2.6)
+    caption = "Active fraction per layer. Bars span the seeds, where there are several. A layer without a router is 1."
+    return render(figure, "active_fraction", caption)
+
+
+def _per_layer(row: Row, mode: str) -> list[tuple[float, ...]]:
+    """For each layer, one value per seed; none for a model without routers."""
+    seeds = [record.numbers(mode, "active_fraction_per_site") for record in row.records if record.routed]
+    return list(zip(*filter(None, seeds), strict=False))

@@ -1,0 +1,53 @@
+"""build: the report's folder, written only after everything in it was made."""
+
+from pathlib import Path
+
+from tokendepth.errors import UserError
+from tokendepth.report.summary import rows
+from tokendepth.report.tables import json_table, markdown_table
+from tokendepth.runs import Run, disk_faults, write_bytes, write_json
+
+
+def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
+    """Write report.html, table.md, table.json and figures/ into `out`; returns the path of report.html.
+
+    A report that is already there is replaced, the figures of its runs included; no other file is touched.
+    """
+    table = rows(runs)
+    out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; expected a folder for the report; choose another --out")
+    try:
+        from tokendepth.report import figures, heatmap, page
+    except ModuleNotFoundError as error:
+        missing = (error.name or "a package").split(".")[0]
+        raise UserError(f"the report needs {missing}, not installed; pip install 'tokendepth[report]'") from None
+
+    drawings = figures.comparison(table)
+    maps = {}
+    for record in (record for row in table for record in row.records):
+        if passage := record.passage:
+            maps[record.path] = heatmap.token_map(passage, f"tokens_{len(maps) + 1:02d}", record.name)
+    html = page.render(table, drawings, maps, title or "tokendepth report")
+
+    folder = out / "figures"
+    with disk_faults(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    drawings += maps.values()
+    for drawing in drawings:
+        write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
+        write_bytes(folder / f"{drawing.name}.png", drawing.png)
+    with disk_faults(folder):
+        for stale in _stale(folder, {drawing.name for drawing in drawings}):
+            stale.unlink()
+    write_bytes(out / "table.md", markdown_table(table).encode())
+    write_json(out / "table.json", json_table(table))
+    write_bytes(out / "report.html", html.encode(errors="replace"))
+    return out / "report.html"
+
+
+def _stale(folder: Path, kept: set[str]) -> list[Path]:
+    """Figures that an earlier report left and this one does not have: beside it they would pass for its own."""
+    patterns = ("loss_steps", "loss_tlops", "active_fraction", "tokens_[0-9][0-9]")
+    ours = [path for name in patterns for suffix in ("svg", "png") for path in folder.glob(f"{name}.{suffix}")]
+    return [path for path in ours if path.stem not in kept]

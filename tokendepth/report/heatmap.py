@@ -1,0 +1,87 @@
+"""The paper's token map: a passage over one row per router, teal where a token is active, vermillion where it halts."""
+
+from itertools import accumulate
+
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+from tokendepth.report.figures import Drawing, render, style
+from tokendepth.report.palette import ACTIVE, BETWEEN, HALTED
+from tokendepth.report.records import Passage, visible
+
+COLUMNS = 64
+"""Characters a line."""
+LINES = 6
+"""Beyond these a figure no longer fits a page; the HTML shows the whole passage."""
+CELL = 0.112
+"""Inches: width of one character and height of one router's row."""
+LEFT, HEAD, GAP = 0.75, 0.34, 0.9
+"""Inches for the routers' names and for a panel's heading; rows of space between two lines of text."""
+
+TITLES = {
+    "soft": "soft: the gate's weight (everything is computed)",
+    "hard": "hard: the decision (what sparse execution runs)",
+}
+SHADES = LinearSegmentedColormap.from_list("depth", [HALTED, BETWEEN, ACTIVE])
+
+
+def token_map(passage: Passage, name: str, title: str) -> Drawing:
+    """One panel per mode, never blended; each token as wide as its text."""
+    lines = _wrap([visible(piece) for piece in passage.pieces])
+    drawn = lines[:LINES]
+    rows = len(drawn) * (len(passage.sites) + 1) + (len(drawn) - 1) * GAP
+    modes = passage.modes
+    width, panel = LEFT + (COLUMNS + 1) * CELL, rows * CELL + HEAD
+    height = panel * len(modes) + 0.1 * (len(modes) - 1) + 0.08
+    with style():
+        figure = Figure(figsize=(width, height))
+        for i, (mode, grid) in enumerate(modes.items()):
+            bottom = height - (i + 1) * panel - i * 0.1
+            box = (LEFT / width, bottom / height, COLUMNS * CELL / width, rows * CELL / height)
+            axes = figure.add_axes(box, xlim=(0, COLUMNS), ylim=(rows, 0))
+            axes.axis("off")
+            axes.set_title(TITLES[mode], pad=9)
+            if i == 0:
+                _key(axes)
+            _panel(axes, drawn, passage.sites, grid)
+        shown = sum(map(len, drawn))
+        part = "" if len(lines) == len(drawn) else f" First {shown} of {len(passage.pieces)} tokens."
+        caption = f"{title}: each token above one row per router. Teal: active; vermillion: halted.{part}"
+        return render(figure, name, caption)
+
+
+def _wrap(texts: list[str]) -> list[list[str]]:
+    """Lines of at most COLUMNS characters; a longer token is cut to fit one."""
+    lines: list[list[str]] = [[]]
+    for text in texts:
+        text = text[:COLUMNS]
+        if sum(map(len, lines[-1])) + len(text) > COLUMNS:
+            lines.append([])
+        lines[-1].append(text)
+    return lines
+
+
+def _panel(axes: Axes, lines: list[list[str]], sites: list[str], grid: list[list[float]]) -> None:
+    first, top = 0, 0.0
+    for line in lines:
+        ends = list(accumulate(map(len, line)))
+        for text, end in zip(line, ends, strict=True):
+            centre = end - len(text) / 2
+            axes.text(centre, top + 0.45, text, family="DejaVu Sans Mono", size=7.5, ha="center", va="center")
+        for row, (site, shares) in enumerate(zip(sites, grid, strict=True), 1):
+            # One image per router, less high than its row: the gaps part the routers on any background.
+            cells = [share for text, share in zip(line, shares[first:], strict=False) for _ in text]
+            extent = (0, len(cells), top + row + 0.95, top + row + 0.05)
+            axes.imshow([cells], SHADES, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="none")
+            axes.text(-0.6, top + row + 0.5, site[:14], size=6.5, ha="right", va="center")
+        first += len(line)
+        top += len(sites) + 1 + GAP
+
+
+def _key(axes: Axes) -> None:
+    """What the shades mean, beside the first panel's heading."""
+    top = -1.9
+    axes.imshow([[i / 63 for i in range(64)]], SHADES, extent=(46, 58, top + 1, top), aspect="auto", clip_on=False)
+    for x, text, side in ((45.6, "halted 0", "right"), (58.4, "1 active", "left")):
+        axes.text(x, top + 0.5, text, size=7, ha=side, va="center")

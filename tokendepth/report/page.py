@@ -1,0 +1,124 @@
+"""report.html: one file that needs no other, from the template beside this module.
+
+Everything that comes from a run goes through the template's escaping; only our own SVG is passed as markup.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from tokendepth.config import method_name
+from tokendepth.report.figures import Drawing
+from tokendepth.report.palette import INK, PAPER, blend, colour
+from tokendepth.report.records import Passage, Record, printable, visible
+from tokendepth.report.summary import COLLAPSE, DASH, NOISE, Row, columns, notes
+
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,  # a misspelt name in the template fails a test instead of showing nothing
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def render(table: list[Row], drawings: list[Drawing], maps: dict[Path, Drawing], title: str) -> str:
+    records = [record for row in table for record in row.records]
+    shown = columns(table)
+    return ENVIRONMENT.get_template("page.html").render(
+        title=title,
+        columns=shown,
+        groups=[(name, sum(c.group == name for c in shown)) for name in ("", "soft", "executed")],
+        rows=[_row(row, i, shown) for i, row in enumerate(table)],
+        notes=notes(table),
+        figures=[_figure(drawing) for drawing in drawings],
+        passages=[_passage(record, passage, maps) for record in records if (passage := record.passage)],
+        records=[_provenance(record) for record in records],
+        noise=NOISE,
+        collapse=f"{COLLAPSE:.0%}",
+        shades=[blend(i / 8) for i in range(9)],
+    )
+
+
+def _row(row: Row, index: int, shown: list) -> dict[str, Any]:
+    seeds = ", ".join(str(record.config.train.seed) for record in row.records)
+    return {
+        "label": row.title,
+        "about": f"{row.corpus}, seed{'s' if len(row.records) > 1 else ''} {seeds}",
+        "method": row.method,
+        "colour": colour(index),
+        "collapses": row.collapses,
+        "cells": [(c.group, row.collapses and c.key == "loss_hard", row.numbers(c)) for c in shown],
+    }
+
+
+def _figure(drawing: Drawing) -> dict[str, Any]:
+    return {"svg": Markup(inline(drawing.svg.decode(), drawing.name)), "caption": drawing.caption}
+
+
+def inline(svg: str, prefix: str) -> str:
+    """An SVG file as a part of a page: no prolog, only ids that it uses, no background, and the page's ink."""
+    svg = re.sub(r"<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    opening, body = svg.split(">", 1)
+    svg = re.sub(r' (width|height|version)="[^"]*"', "", opening) + ">" + body  # the page's style gives it a size
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
+    svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+    return svg.replace(INK, "currentColor").replace(PAPER, "none").replace("<svg", '<svg role="img"', 1).strip()
+
+
+def _passage(record: Record, passage: Passage, maps: dict[Path, Drawing]) -> dict[str, Any]:
+    modes = passage.modes
+    tokens = []
+    for t, piece in enumerate(passage.pieces):
+        depth = {mode: sum(row[t] for row in grid) / len(grid) for mode, grid in modes.items()}
+        shades = ";".join(f"--{mode}:{blend(share)}" for mode, share in depth.items())
+        tokens.append({"text": visible(piece), "breaks": "\n" in piece, "shades": shades, "tip": _tip(passage, t)})
+    return {
+        "name": record.name,
+        "tokens": tokens,
+        "words": any(len(piece) > 1 for piece in passage.pieces),  # these need gaps to be told apart
+        "modes": list(modes),
+        "figure": _figure(maps[record.path]),
+    }
+
+
+def _tip(passage: Passage, t: int) -> str:
+    """What is known of one token, a line per router."""
+    surprisal = passage.surprisal[t]
+    lines = [f"{visible(passage.pieces[t])}  surprisal " + (DASH if surprisal is None else f"{surprisal:.2f} nats")]
+    for s, site in enumerate(passage.sites):
+        keep = [] if passage.soft is None else [f"keep {passage.soft[s][t]:.2f}"]
+        decision = [] if passage.hard is None else ["active" if passage.hard[s][t] else "halted"]
+        lines.append(f"{site}: " + ", ".join(keep + decision))
+    return "\n".join(lines)
+
+
+def _provenance(record: Record) -> dict[str, Any]:
+    """Where a run's numbers come from: what was trained, by what, and what its evaluation also found."""
+    config = record.config
+    model, train = config.model, config.train
+    facts = {
+        "folder": str(record.path),
+        "state": "finished" if record.finished else f"not finished: step {record.step:,} of {train.steps:,}",
+        "recipe": config.recipe or DASH,
+        "method": " ".join([method_name(config.method), *(f"{k}={v}" for k, v in vars(config.method).items())]),
+        "data": f"{record.corpus}, tokens: {config.data.tokens}",
+        "model": f"{model.n_layer} layers, width {model.d_model}, {model.n_head} heads, context {model.context}",
+        "training": f"{train.steps:,} steps, batch {train.batch_size}, lr {train.lr:g}, seed {train.seed}",
+    }
+    for name in ("untrained_router_soft", "untrained_router_hard", "random_decisions_hard"):
+        if (loss := record.number("controls", name, "loss")) is not None:
+            active = record.number("controls", name, "active_fraction")
+            at = DASH if active is None else f"{active:.3f}"
+            facts["control: " + name.replace("_", " ")] = f"loss {loss:.4f}, active fraction {at}"
+    if (flips := record.number("decision_flips")) is not None:
+        facts["decisions that differ, hard and sparse"] = f"{flips:,.0f}"
+    for mode in ("dense", "hard", "sparse"):
+        if len(spread := record.numbers("time", f"{mode}_ms")) == 3:
+            facts[f"time, {mode}"] = "{:.2f} ms (median; {:.2f} to {:.2f})".format(*spread)
+    facts |= {f"environment: {key}": value for key, value in sorted(record.env.items())}
+    return {"name": record.name, "facts": {key: printable(str(value)) for key, value in facts.items()}}

@@ -1,0 +1,42 @@
+"""The README's generated parts: whatever stands between `<!-- results: FILE -->` and `<!-- end -->` is made from FILE.
+
+python -m tokendepth.report.readme
+"""
+
+import re
+from pathlib import Path
+
+from tokendepth.report.results import records
+from tokendepth.report.summary import group
+from tokendepth.report.tables import markdown_table
+from tokendepth.results import Row, read_rows
+from tokendepth.runs import write_bytes
+
+PART = re.compile(r"(<!-- (results|training): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def render(text: str, root: Path) -> str:
+    """`text` with every generated part made anew from the files under `root`."""
+    makers = {"results": lambda path: markdown_table(group(records(path))), "training": _training_table}
+    return PART.sub(lambda m: m[1] + makers[m[2]](root / m[3]) + m[5], text)
+
+
+def _training_table(path: Path) -> str:
+    lines = ["| device | shape | dense ms | TSA ms | TSA / dense |", "|---|---|--:|--:|--:|"]
+    lines += [_training_line(row) for row in read_rows(path) if row["benchmark"] == "training step"]
+    for row in read_rows(path):
+        if row["benchmark"] == "whole run":
+            lines.append(f"\n{row['recipe']}, {row['steps']:,} steps on {row['device']}: {row['seconds']:.1f} s, ")
+            lines[-1] += f"start-up, compilation and validation included ({row['seconds_stepping']:.1f} s of stepping)."
+    return "\n".join(lines) + "\n"
+
+
+def _training_line(row: Row) -> str:
+    times = ["{:.2f} ({:.2f} to {:.2f})".format(*row[name]) for name in ("dense_ms", "tsa_ms")]
+    ratio = "{:.3f} ({:.3f} to {:.3f})".format(*row["ratio"])
+    return f"| {row['device']}, {row['dtype']} | {row['shape']} | {times[0]} | {times[1]} | {ratio} |"
+
+
+if __name__ == "__main__":
+    readme = Path("README.md")
+    write_bytes(readme, render(readme.read_text(encoding="utf-8"), readme.parent).encode())

@@ -1,0 +1,124 @@
+"""What a report reads from one run folder, read once: table, figures and page agree even while training goes on."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokendepth.config import DenseConfig, RunConfig
+from tokendepth.errors import UserError
+from tokendepth.runs import Run
+
+MARKS = {"\n": "↵", " ": "·", "\t": "→"}
+
+
+def printable(text: str) -> str:
+    """`text` with a box for whatever cannot be drawn or encoded: control characters, halves of a surrogate pair."""
+    return "".join(c if c.isprintable() else "▯" for c in text)
+
+
+def visible(piece: str) -> str:
+    """A token as it is shown: white space gets a mark, an empty one too."""
+    return printable("".join(MARKS.get(c, c) for c in piece)) or "∅"
+
+
+def as_number(value: object) -> float | None:
+    """The finite number that `value` is, else None: a field of another version shows as a dash, not as a crash."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    return None
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One text and what every router made of each of its tokens; `None` for a mode that the method does not have."""
+
+    pieces: list[str]
+    sites: list[str]
+    soft: list[list[float]] | None
+    hard: list[list[float]] | None
+    surprisal: list[float | None]
+
+    @property
+    def modes(self) -> dict[str, list[list[float]]]:
+        return {name: grid for name, grid in (("soft", self.soft), ("hard", self.hard)) if grid is not None}
+
+
+@dataclass(frozen=True)
+class Record:
+    name: str
+    path: Path
+    config: RunConfig
+    metrics: list[dict[str, Any]]
+    evaluation: dict[str, Any]
+    """Empty where the run was not evaluated."""
+    env: dict[str, Any]
+    finished: bool
+
+    @classmethod
+    def read(cls, run: Run) -> "Record":
+        env, evaluation = run.env or {}, run.evaluation or {}
+        for name, tree in (("env.json", env), ("eval.json", evaluation)):
+            if not isinstance(tree, dict):
+                raise UserError(f"{run.path / name} holds a {type(tree).__name__}; expected a JSON object; remove it")
+        return cls(printable(run.name), run.path, run.config, run.metrics(), evaluation, env, run.finished)
+
+    @property
+    def routed(self) -> bool:
+        return not isinstance(self.config.method, DenseConfig)
+
+    @property
+    def corpus(self) -> str:
+        """A file of the user's goes by its name: as a label the folders are too long."""
+        return printable(Path(self.config.data.corpus.removeprefix("text:")).name)
+
+    @property
+    def step(self) -> int:
+        return self.metrics[-1]["step"] if self.metrics else 0
+
+    def field(self, *keys: str) -> Any:
+        """A field of the evaluation, None where it or a part of the way to it is missing."""
+        value: Any = self.evaluation
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def number(self, *keys: str) -> float | None:
+        return as_number(self.field(*keys))
+
+    def numbers(self, *keys: str) -> list[float]:
+        """A list of numbers, empty where any of it is missing."""
+        values = self.field(*keys)
+        values = [as_number(v) for v in values] if isinstance(values, list) else []
+        return [] if None in values else [v for v in values if v is not None]
+
+    def curve(self, x: str, y: str) -> list[tuple[float, float]]:
+        """Those metrics rows that have both, so a loss that was not a number leaves a gap in nothing else."""
+        points = ((as_number(row.get(x)), as_number(row.get(y))) for row in self.metrics)
+        return [(a, b) for a, b in points if a is not None and b is not None]
+
+    @property
+    def passage(self) -> Passage | None:
+        tree = self.field("passage")
+        if not isinstance(tree, dict) or not tree.get("sites") or not tree.get("pieces"):
+            return None
+        pieces, sites = [str(p) for p in tree["pieces"]], [printable(str(s)) for s in tree["sites"]]
+        surprisal = tree.get("surprisal")
+        if not isinstance(surprisal, list) or len(surprisal) != len(pieces):
+            surprisal = [None] * len(pieces)
+        soft, hard = (self._grid(tree.get(mode), mode, len(sites), len(pieces)) for mode in ("soft", "hard"))
+        return Passage(pieces, sites, soft, hard, [as_number(s) for s in surprisal]) if soft or hard else None
+
+    def _grid(self, grid: Any, mode: str, sites: int, tokens: int) -> list[list[float]] | None:
+        if grid is None:
+            return None
+        try:
+            fits = len(grid) == sites and all(len(row) == tokens and all(0 <= v <= 1 for v in row) for row in grid)
+        except TypeError:
+            fits = False
+        if not fits:
+            raise UserError(
+                f"{self.path / 'eval.json'}: passage.{mode} is not {sites} rows of {tokens} numbers from 0 to 1; "
+                f"repeat tokendepth evaluate {self.path}"
+            )
+        return grid

@@ -1,0 +1,221 @@
+"""Rows of the results table: runs that differ only in their seed are one row, and every number knows its mode.
+
+Soft and hard figures are different columns by construction: a column reads one mode and names it. TLOps that a soft
+gate saves are a weighting; what was skipped was executed so, and stands in columns of its own.
+"""
+
+import itertools
+import json
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from tokendepth.config import method_name, to_dict
+from tokendepth.errors import UserError
+from tokendepth.report.records import Record
+from tokendepth.runs import Run
+
+DASH = "—"
+COLLAPSE = 0.02
+"""A hard loss this much above the soft one means that the soft figures describe a model that cannot be executed."""
+MISMATCH = 0.001
+"""Hard and sparse agree to rounding; apart by more than this, the column `hard = sparse` would be a lie."""
+NOISE = "differences under 0.9% are noise"
+
+
+@dataclass(frozen=True)
+class Stat:
+    """One number per seed."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def std(self) -> float | None:
+        """Of the sample (n - 1); one value has none."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+
+@dataclass(frozen=True)
+class Column:
+    key: str
+    group: Literal["", "soft", "executed"]
+    title: str
+    """Stands alone, so it names the mode."""
+    short: str
+    """Stands below its group's heading."""
+    pick: Callable[[Record], float | None]
+    style: str
+    """A format specification."""
+    optional: bool = False
+    """Shown only where some run has it."""
+
+
+def _soft(*keys: str) -> Callable[[Record], float | None]:
+    """Nothing is gated in a dense model, so it has no soft figures, whatever its evaluation repeats there."""
+    return lambda record: record.number(*keys) if record.routed else None
+
+
+def _executed(*keys: str) -> Callable[[Record], float | None]:
+    return lambda record: record.number(*keys)
+
+
+COLUMNS = (
+    Column("parameters", "", "params", "params", _executed("parameters"), ",.0f"),
+    Column("loss_soft", "soft", "loss (soft)", "loss", _soft("soft", "loss"), ".4f"),
+    Column("active_fraction_soft", "soft", "active fraction (soft)", "active fraction",
+           _soft("soft", "active_fraction"), ".3f"),
+    Column("tlops_saved_soft", "soft", "TLOps saved (soft, weighting only)", "TLOps saved (weighting only)",
+           _soft("tlops_saved_soft"), ".1%"),
+    Column("loss_hard", "executed", "loss (hard = sparse)", "loss", _executed("hard", "loss"), ".4f"),
+    Column("active_fraction_hard", "executed", "active fraction (hard)", "active fraction",
+           _executed("hard", "active_fraction"), ".3f"),
+    Column("tlops_skipped", "executed", "token-layer work skipped", "token-layer work skipped",
+           _executed("tlops_skipped"), ".1%"),
+    Column("flops_skipped", "executed", "FLOPs skipped", "FLOPs skipped", _executed("flops_skipped"), ".1%"),
+    Column("speedup", "executed", "time vs dense (measured speedup)", "time vs dense (speedup)",
+           _executed("time", "speedup"), ".2f"),
+    Column("bits_per_character", "executed", "bits per char (hard)", "bits per char",
+           _executed("hard", "bits_per_character"), ".4f"),
+    Column("accuracy", "executed", "accuracy (hard)", "accuracy", _executed("hard", "accuracy"), ".4f", optional=True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs of one config under different seeds."""
+
+    label: str
+    records: tuple[Record, ...]
+
+    @property
+    def method(self) -> str:
+        return method_name(self.records[0].config.method)
+
+    @property
+    def corpus(self) -> str:
+        return self.records[0].corpus
+
+    @property
+    def title(self) -> str:
+        return self.label + (f" (n={len(self.records)})" if len(self.records) > 1 else "")
+
+    def stat(self, column: Column) -> Stat | None:
+        values = tuple(v for v in map(column.pick, self.records) if v is not None)
+        return Stat(values) if values else None
+
+    def numbers(self, column: Column) -> list[str]:
+        """What the cell says, in parts: the mean, its spread, and where it is a time, what was timed."""
+        stat = self.stat(column)
+        if stat is None:
+            return [DASH]
+        times = "x" if column.key == "speedup" else ""
+        parts = [format(stat.mean, column.style) + times]
+        if stat.std is not None and column.key != "parameters":
+            parts.append("± " + format(stat.std, column.style))
+        if len(stat.values) < len(self.records):
+            parts.append(f"(n={len(stat.values)})")
+        if column.key == "speedup":
+            parts.append(f"({self.timed})")
+        return parts
+
+    def cell(self, column: Column) -> str:
+        return " ".join(self.numbers(column))
+
+    @property
+    def timed(self) -> str:
+        """Device and batch of the measured time: a speed-up without them says nothing."""
+        conditions = {
+            f"{r.field('time', 'device') or 'device unknown'}, batch {r.field('time', 'batch') or 'unknown'}"
+            for r in self.records
+            if r.number("time", "speedup") is not None
+        }
+        return conditions.pop() if len(conditions) == 1 else "devices or batches differ"
+
+    @property
+    def collapses(self) -> bool:
+        """Whether executing the decisions of any seed loses what its soft figures promise."""
+        return any(_exceeds(r, "hard") or _exceeds(r, "sparse") for r in self.records if r.routed)
+
+    @property
+    def mismatch(self) -> bool:
+        pairs = ((r.number("hard", "loss"), r.number("sparse", "loss")) for r in self.records)
+        return any(h is not None and s is not None and abs(h - s) > MISMATCH * abs(h) for h, s in pairs)
+
+
+def _exceeds(record: Record, mode: str) -> bool:
+    soft, executed = record.number("soft", "loss"), record.number(mode, "loss")
+    return soft is not None and executed is not None and executed > soft * (1 + COLLAPSE)
+
+
+def rows(runs: list[Run]) -> list[Row]:
+    """One row per config, in the order given."""
+    if not runs:
+        raise UserError("no runs were given; expected at least one run folder; name them: tokendepth report RUN ...")
+    return group([Record.read(run) for run in {run.path.resolve(): run for run in runs}.values()])
+
+
+def group(records: list[Record]) -> list[Row]:
+    groups: dict[str, dict[int, Record]] = {}
+    for record in records:
+        tree = to_dict(record.config)
+        seed = tree["train"].pop("seed")
+        key = json.dumps(tree, sort_keys=True)
+        while seed in groups.get(key, {}):  # the same seed again is no second sample: it gets a row of its own
+            key += " again"
+        groups.setdefault(key, {})[seed] = record
+    taken: list[Row] = []
+    for members in groups.values():
+        records = tuple(members.values())
+        label, used = _label(records), {row.label for row in taken}
+        again = (f"{label} ({number})" for number in itertools.count(2))
+        taken.append(Row(next(name for name in itertools.chain([label], again) if name not in used), records))
+    return taken
+
+
+def _label(records: tuple[Record, ...]) -> str:
+    """The run's name; for several seeds, what their names share: tsa-seed0 and tsa-seed1 are tsa."""
+    if len(records) == 1:
+        return records[0].name
+    letters = zip(*(record.name for record in records), strict=False)
+    shared = "".join(same[0] for same in itertools.takewhile(lambda letter: len(set(letter)) == 1, letters))
+    config = records[0].config
+    return re.sub(r"([-_. ]+(seed|s)?|seed)[-_=]*\d*$", "", shared) or config.recipe or method_name(config.method)
+
+
+def columns(table: list[Row]) -> list[Column]:
+    return [c for c in COLUMNS if not c.optional or any(row.stat(c) for row in table)]
+
+
+def notes(table: list[Row]) -> list[str]:
+    """What a reader must know before believing a number, by rule; every table carries them."""
+    found = []
+    if collapsed := [row.label for row in table if row.collapses]:
+        found.append(
+            f"† collapses when executed ({', '.join(collapsed)}): the hard loss exceeds the soft loss by more than "
+            f"{COLLAPSE:.0%}, so what the soft columns save cannot be had."
+        )
+    if apart := [row.label for row in table if row.mismatch]:
+        found.append(f"sparse is not hard ({', '.join(apart)}): their losses differ by over {MISMATCH:.1%}, a fault.")
+    if any(len(row.records) > 1 for row in table):
+        found.append("mean ± standard deviation of the sample over n seeds.")
+    sampled = {row.label: len(stat.values) for row in table if (stat := row.stat(_by_key("loss_hard")))}
+    for count, word in ((1, "one seed"), (2, "two seeds")):
+        few = [label for label, n in sampled.items() if n == count]
+        if few:
+            found.append(("" if len(few) == len(table) else ", ".join(few) + ": ") + f"{word}: {NOISE}.")
+    records = [record for row in table for record in row.records]
+    if unfinished := [f"{r.name} (step {r.step:,} of {r.config.train.steps:,})" for r in records if not r.finished]:
+        found.append(f"not finished: {', '.join(unfinished)}.")
+    if unknown := [r.name for r in records if not r.evaluation]:
+        found.append(f"not evaluated: {', '.join(unknown)}.")
+    return found
+
+
+def _by_key(key: str) -> Column:
+    return next(column for column in COLUMNS if column.key == key)

@@ -1,0 +1,92 @@
+"""The rows as Markdown, JSON and a terminal's table. All say the same, because all ask the row."""
+
+import html
+import re
+from typing import TYPE_CHECKING, Any
+
+from tokendepth.report.summary import COLUMNS, Row, columns, notes, rows
+from tokendepth.runs import Run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def _plain(text: str) -> str:
+    """`text` as Markdown that means just that: a run's name may hold what a table or HTML would act on."""
+    return re.sub(r"([\\|`*$\[\]]|\b_|_\b)", r"\\\1", html.escape(text, quote=False))
+
+
+def markdown_table(table: list[Row]) -> str:
+    """The table and its notes; ends with a line break."""
+    shown = columns(table)
+    lines = [["run", "method", *(column.title for column in shown)], ["---", "---", *("--:" for _ in shown)]]
+    for row in table:
+        name = _plain(row.title) + (" †" if row.collapses else "")
+        lines.append([name, row.method, *(_plain(row.cell(column)) for column in shown)])
+    text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return text + "".join(f"\n{_plain(note)}\n" for note in notes(table))
+
+
+def json_table(table: list[Row]) -> dict[str, Any]:
+    """Every column, unrounded, with one value per seed."""
+    return {"version": 1, "rows": [_json_row(row) for row in table], "notes": notes(table)}
+
+
+def _json_row(row: Row) -> dict[str, Any]:
+    stats = {column.key: row.stat(column) for column in COLUMNS}
+    return {
+        "label": row.label,
+        "method": row.method,
+        "corpus": row.corpus,
+        "runs": [record.name for record in row.records],
+        "seeds": [record.config.train.seed for record in row.records],
+        "finished": all(record.finished for record in row.records),
+        "collapses_when_executed": row.collapses,
+        "timed_on": row.timed if stats["speedup"] else None,
+        "values": {
+            key: {"mean": stat.mean, "std": stat.std, "per_seed": list(stat.values)} if stat else None
+            for key, stat in stats.items()
+        },
+    }
+
+
+HEADINGS = {
+    "loss_soft": "soft\nloss",
+    "active_fraction_soft": "soft\nactive",
+    "tlops_saved_soft": "soft\nTLOps\nsaved",
+    "loss_hard": "hard\nloss",
+    "active_fraction_hard": "hard\nactive",
+    "tlops_skipped": "work\nskipped",
+    "flops_skipped": "FLOPs\nskipped",
+    "speedup": "speed\nvs\ndense",
+    "accuracy": "accu-\nracy",
+}
+"""What fits a terminal of 80 columns: the parameters go below the run's name, the bits per character are left out."""
+LEGEND = "soft: a weighting, all is computed; the rest was executed. work: token-layer operations."
+
+
+def terminal_table(runs: list[Run]) -> "Table":
+    """The results for a terminal, with the notes as its caption."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = rows(runs)
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, caption_justify="left")
+    drawn.caption = Text("\n".join([LEGEND, *notes(table)]))
+    drawn.add_column("run", overflow="fold")
+    shown = [column for column in columns(table) if column.key in HEADINGS]
+    for column in shown:
+        drawn.add_column(HEADINGS[column.key], justify="right", style="dim" if column.group == "soft" else "")
+    for row in table:
+        name = Text(row.title + (" †" if row.collapses else ""), style="bold red" if row.collapses else "bold")
+        name.append(f"\n{row.method}" + _size(row), style="not bold dim")
+        cells = ["\n".join(row.numbers(column)).replace("± ", "±") for column in shown]
+        drawn.add_row(name, *(Text(re.sub(r"\((\w+), batch (\w+)\)", r"\1\nb=\2", cell)) for cell in cells))
+    return drawn
+
+
+def _size(row: Row) -> str:
+    (parameters,) = (column for column in COLUMNS if column.key == "parameters")
+    stat = row.stat(parameters)
+    return f", {stat.mean / 1e6:.2f}M" if stat else ""

@@ -1,0 +1,229 @@
+"""One optimiser step: the gradient of a global batch, checked before it is applied.
+
+A step's result does not depend on how its batch was cut: losses are sums over tokens divided by the tokens of the whole
+batch, whatever the accumulation and the number of ranks.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokendepth.config import TrainConfig
+from tokendepth.errors import UserError
+from tokendepth.model import LanguageModel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together; one alone unless torchrun started several."""
+
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def join(cls, device: torch.device) -> "Ranks":
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls()
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def leave(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """In place, over all ranks."""
+        if self.world > 1:
+            dist.all_reduce(value)
+        return value
+
+    def total(self, number: int) -> int:
+        return self._reduced(number, dist.ReduceOp.SUM)
+
+    def max(self, number: int) -> int:
+        return self._reduced(number, dist.ReduceOp.MAX)
+
+    def _reduced(self, number: int, how: dist.ReduceOp) -> int:
+        if self.world == 1:
+            return number
+        value = torch.tensor(number, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(value, how)
+        return int(value)
+
+    def wait(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one step saw, summed over its global batch."""
+
+    task: float
+    depth: float
+    grad_norm: float
+    work: tuple[float, ...]
+    """Tokens worked on, per site of the trace (soft: their weights)."""
+
+
+class OptimiserStep:
+    def __init__(self, model: LanguageModel, config: TrainConfig, device: torch.device, ranks: Ranks) -> None:
+        self.model, self.config, self.device, self.ranks = model, config, device, ranks
+        bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
+        # Compiling takes some 15 s, which a short run does not win back.
+        long_on_gpu = device.type == "cuda" and config.steps >= 1000
+        compiled = config.compile == "on" or (config.compile == "auto" and long_on_gpu)
+        self.losses = torch.compile(self._losses) if compiled else self._losses
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._flatten()
+
+    def _flatten(self) -> None:
+        """Make every weight a view of one buffer, and every gradient of another, the decayed ones first.
+
+        Zeroing, norm, clipping, the sum over ranks and AdamW are then one call each: a small model's step is made of
+        calls, not of arithmetic.
+        """
+        decays = {f"{name}.weight" for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
+        self.parameters = dict(sorted(self.model.named_parameters(), key=lambda item: item[0] not in decays))
+        weights = torch.cat([p.detach().flatten() for p in self.parameters.values()])
+        for parameter, view in zip(self.parameters.values(), self._by_parameter(weights), strict=True):
+            parameter.data = view
+        # What a step sums up follows the gradient in the same buffer: task loss, depth loss, work per site.
+        sites = len(self.model.method.sites(keys=1))
+        self.sums = torch.zeros(len(weights) + 2 + sites, device=self.device)
+        self.gradient, self.stats = self.sums[: len(weights)], self.sums[len(weights) :]
+        self.gradients = self._by_parameter(self.gradient)
+        self.share = torch.zeros((), device=self.device)
+        decayed = sum(p.numel() for name, p in self.parameters.items() if name in decays)
+        groups = []
+        # The paper's appendix: no decay on biases, norms and embeddings.
+        for part, decay in ((slice(None, decayed), self.config.weight_decay), (slice(decayed, None), 0.0)):
+            weight = nn.Parameter(weights[part])
+            weight.grad = self.gradient[part]
+            groups.append({"params": [weight], "weight_decay": decay})
+        self.adam = torch.optim.AdamW(groups, lr=self.config.lr, betas=(0.9, 0.95), fused=True)
+
+    def _by_parameter(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([p.numel() for p in self.parameters.values()])
+        return [part.view_as(p) for part, p in zip(parts, self.parameters.values(), strict=True)]
+
+    def __call__(self, inputs: np.ndarray, targets: np.ndarray, *, step: int, lr: float) -> Stats:
+        """Take step number `step` on this rank's part of the global batch."""
+        # Dropout is a function of seed, step and rank alone, so that a resumed run needs no saved random state.
+        torch.manual_seed(int(np.random.SeedSequence([self.config.seed, step, self.ranks.rank]).generate_state(1)[0]))
+        self.share.fill_(1 / self.ranks.total(int((targets != -100).sum())))
+        self.sums.zero_()
+        batch = torch.from_numpy(np.stack([inputs, targets]))
+        for micro_batch in batch.chunk(self.config.accumulate, dim=1):
+            self._accumulate(micro_batch)
+        self.ranks.sum(self.sums)
+        *seen, grad_norm = torch.cat([self.stats, self.gradient.norm()[None]]).tolist()
+        task, depth, *work = seen
+        if not math.isfinite(task + depth + grad_norm):
+            raise UserError(self._not_finite(step, task, grad_norm))
+        if grad_norm > self.config.clip:
+            self.gradient.mul_(self.config.clip / grad_norm)
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        return Stats(task, depth, grad_norm, tuple(work))
+
+    def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """`[task, depth, work per site...]` of one micro-batch, as its part of the whole batch."""
+        with self.autocast:
+            out = self.model(inputs)
+        task = F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") * self.share
+        # Micro-batches are of one size, so the mean over the batch is the mean of their means.
+        parts = self.config.accumulate * self.ranks.world
+        depth = sum(out.losses.values(), torch.zeros_like(task)) / parts
+        return torch.cat([torch.stack([task, depth]), out.trace.work.sum((1, 2))])
+
+    def _add_gradient(self, batch: Tensor) -> None:
+        losses = self.losses(batch[0], batch[1])
+        torch._foreach_add_(self.gradients, torch.autograd.grad(losses[:2].sum(), list(self.parameters.values())))
+        self.stats.add_(losses.detach())
+
+    def _accumulate(self, batch: Tensor) -> None:
+        """Add a micro-batch's gradient and losses to the sums. On a GPU that is one graph launch."""
+        if self.device.type != "cuda":
+            self._add_gradient(batch)
+            return
+        if self.graph is None:
+            self._capture(batch)
+        self.held_batch.copy_(batch)
+        self.graph.replay()
+
+    def _capture(self, batch: Tensor) -> None:
+        self.held_batch = batch.to(self.device)
+        before = self.sums.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # lazy initialisations must not be captured
+            for _ in range(2):
+                self._add_gradient(self.held_batch)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._add_gradient(self.held_batch)
+        self.sums.copy_(before)
+
+    def _not_finite(self, step: int, loss: float, norm: float) -> str:
+        names = zip(self.parameters, self.gradients, strict=True)
+        bad = next((name for name, gradient in names if not gradient.isfinite().all()), "the loss")
+        return (
+            f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}, first not finite at {bad}; stopped before the update, "
+            "the last checkpoint is intact; lower --train.lr or --train.clip, or check the data"
+        )
+
+    # -- state, as plain named tensors
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Weights and moments by the parameters' names. AdamW's own step count is the run's."""
+        kinds = {"model": [p.detach() for p in self.parameters.values()]}
+        for moment in MOMENTS:
+            parts = [
+                self.adam.state[p].get(moment, torch.zeros_like(p)) for g in self.adam.param_groups for p in g["params"]
+            ]
+            kinds[moment] = self._by_parameter(torch.cat(parts))
+        return {
+            f"{kind}.{name}": tensor.float().cpu().numpy()
+            for kind, tensors in kinds.items()
+            for name, tensor in zip(self.parameters, tensors, strict=True)
+        }
+
+    def load_state(self, tensors: dict[str, np.ndarray], step: int) -> None:
+        flat = {}
+        for kind in ("model", *MOMENTS):
+            found = [_fitting(tensors, f"{kind}.{name}", p) for name, p in self.parameters.items()]
+            flat[kind] = torch.cat([tensor.flatten() for tensor in found])
+        for parameter, saved in zip(self.parameters.values(), self._by_parameter(flat["model"]), strict=True):
+            parameter.data.copy_(saved)
+        done = 0
+        for group in self.adam.param_groups:
+            (part,) = group["params"]
+            here = slice(done, done := done + part.numel())
+            count = torch.tensor(float(step), device=self.device)
+            self.adam.state[part] = {"step": count, **{moment: flat[moment][here].clone() for moment in MOMENTS}}
+
+
+def _fitting(tensors: dict[str, np.ndarray], name: str, like: Tensor) -> Tensor:
+    if name not in tensors or tensors[name].shape != tuple(like.shape):
+        raise UserError(
+            f"the checkpoint does not fit this model at {name}; it belongs to another run: choose another --out"
+        )
+    return torch.from_numpy(tensors[name].copy()).to(like.device)
+
+
+def cosine(step: int, steps: int, peak: float) -> float:
+    """The learning rate of step number `step` (from 0): a cosine from `peak` to a tenth of it, no warm-up."""
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))

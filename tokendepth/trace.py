@@ -1,0 +1,104 @@
+"""DepthTrace: which token was worked on where, and what that costs. Every method makes one; every figure reads one.
+
+Two numbers that must not be mixed come out of it. Under `soft` the work is a weight, so `tlops_saved` is the paper's
+weighted contribution and no FLOP is skipped. Under `sparse` the work is what ran, and `flops` counts only that.
+"""
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, Literal
+
+Execution = Literal["soft", "hard", "sparse"]
+EXECUTIONS: tuple[Execution, ...] = ("soft", "hard", "sparse")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where depth is spent, with FLOPs (2 x multiply-adds of matrix products) for one token there."""
+
+    name: str
+    routed: bool
+    """False for a site that every token passes by design, such as the stem."""
+    always: float
+    """Spent on every token, worked on or not: keys and values that others attend to."""
+    active: float
+    """Spent on a token that is worked on: queries, its attention row, output projection, feed-forward."""
+    router: float = 0.0
+    """Spent on deciding."""
+
+
+@dataclass(frozen=True)
+class DepthTrace:
+    """`work[site, batch, time]` in [0, 1] (a torch tensor or a numpy array) and what each site costs."""
+
+    work: Any
+    sites: tuple[Site, ...]
+    execution: Execution
+    outside: float = 0.0
+    """FLOPs per token outside the sites: the output head."""
+    valid: Any = None
+    """`[batch, time]`, False at padding; None where every position holds a token."""
+
+    def totals(self) -> "DepthTotals":
+        work, tokens = self.work, self.work.shape[1] * self.work.shape[2]
+        if self.valid is not None:
+            work, tokens = work * self.valid, int(self.valid.sum())
+        worked = tuple(float(w) for w in work.reshape(len(self.sites), -1).sum(-1).tolist())
+        # Soft and hard compute every layer for every position, padding included, whatever the gate says.
+        ran = worked if self.execution == "sparse" else (float(tokens),) * len(self.sites)
+        full = tokens * (self.outside + sum(s.always + s.active for s in self.sites))
+        flops = tokens * (self.outside + sum(s.always + s.router for s in self.sites))
+        flops += sum(s.active * n for s, n in zip(self.sites, ran, strict=True))
+        return DepthTotals(tuple(s.routed for s in self.sites), worked, tokens, flops, full)
+
+
+@dataclass(frozen=True)
+class DepthTotals:
+    """What traces add up to: plain numbers. All depth metrics of the project are defined here and nowhere else."""
+
+    routed: tuple[bool, ...]
+    work: tuple[float, ...]
+    tokens: int
+    flops: float
+    """FLOPs executed, routers included."""
+    flops_dense: float
+    """FLOPs of the same blocks with every token active and no routers."""
+
+    def __add__(self, other: "DepthTotals") -> "DepthTotals":
+        assert self.routed == other.routed, "traces of different methods do not add up"
+        return replace(
+            self,
+            work=tuple(a + b for a, b in zip(self.work, other.work, strict=True)),
+            tokens=self.tokens + other.tokens,
+            flops=self.flops + other.flops,
+            flops_dense=self.flops_dense + other.flops_dense,
+        )
+
+    @property
+    def per_site(self) -> list[float]:
+        return [w / self.tokens for w in self.work]
+
+    @property
+    def active_fraction(self) -> float:
+        """Alpha, eq. 6: the mean work over the routed sites; 1 where nothing is routed."""
+        fractions = [f for f, routed in zip(self.per_site, self.routed, strict=True) if routed]
+        return sum(fractions) / len(fractions) if fractions else 1.0
+
+    @property
+    def tlops(self) -> float:
+        """Token-layer operations: tokens processed, summed over the sites."""
+        return sum(self.work)
+
+    @property
+    def tlops_saved(self) -> float:
+        """Delta, eq. 7: 1 - (1 + (L-1) alpha) / L when one of L sites, the stem, is always active."""
+        return 1 - sum(self.per_site) / len(self.work)
+
+    @property
+    def flops_skipped(self) -> float:
+        """Share of the router-free dense FLOPs that was not executed; negative when the routers cost more than they save."""
+        return 1 - self.flops / self.flops_dense
+
+
+def add_up(totals: "list[DepthTotals]") -> DepthTotals:
+    return reduce(lambda a, b: a + b, totals)

@@ -1,0 +1,242 @@
+"""Train one run, from nothing or from its newest good checkpoint, so that stopping leaves no trace in the result.
+
+Weights, data order and dropout are functions of (seed, step, rank). A checkpoint is therefore weights, moments and a
+step number, and a run that was killed and resumed ends bit for bit as one that was not (on a CPU).
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import torch
+
+from tokendepth import data
+from tokendepth.config import RunConfig
+from tokendepth.data import Dataset
+from tokendepth.errors import UserError
+from tokendepth.evaluate import Batch, batches, measure
+from tokendepth.machine import choose_device, environment
+from tokendepth.methods import build
+from tokendepth.progress import TrainingProgress
+from tokendepth.runs import Run, write_json
+from tokendepth.step import OptimiserStep, Ranks, Stats, cosine
+from tokendepth.trace import DepthTotals
+
+VALIDATION_TOKENS = 2**18
+"""Curves are drawn from the first tokens of the split, at most this many; `evaluate` takes all of it."""
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM arrived; everything up to `step` is saved."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; go on with --resume")
+        self.exit_code = 128 + number
+
+
+class StopSignals:
+    """Turn the first SIGINT or SIGTERM into a request that the loop honours between steps; a second SIGINT kills."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    def __enter__(self) -> "StopSignals":
+        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            os._exit(128 + number)
+        self.received = self.received or number
+
+
+def resolve(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """`config` with what only the corpus knows filled in, checked against the corpus."""
+    found = dataset.tokenizer.vocab_size
+    if config.model.vocab_size not in (0, found):
+        wanted = config.model.vocab_size
+        raise UserError(
+            f"model.vocab_size is {wanted}; {config.data.corpus} has {found} tokens; drop --model.vocab-size"
+        )
+    dataset.check_context(config.model.context)
+    return replace(config, model=replace(config.model, vocab_size=found))
+
+
+def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: bool = True) -> Run:
+    """Train `config` into the folder `out`. `resume` goes on with what is there and starts afresh where nothing is."""
+    with StopSignals() as stop:
+        device = choose_device(config.train.device)
+        ranks = Ranks.join(device)
+        try:
+            return _Training(config, Path(out), resume, show and ranks.rank == 0, device, ranks, stop).run_to_end()
+        finally:
+            ranks.leave()
+
+
+class _Training:
+    def __init__(
+        self,
+        config: RunConfig,
+        out: Path,
+        resume: bool,
+        show: bool,
+        device: torch.device,
+        ranks: Ranks,
+        stop: StopSignals,
+    ) -> None:
+        parts = config.train.accumulate * ranks.world
+        if config.train.batch_size % parts:
+            value = f"train.batch_size is {config.train.batch_size}"
+            raise UserError(
+                f"{value}; expected a multiple of accumulate x ranks ({parts}); set it with --train.batch-size"
+            )
+        self.dataset = data.load(config.data)
+        self.config = resolve(config, self.dataset)
+        self.device, self.ranks, self.stop, self.show = device, ranks, stop, show
+        if ranks.rank == 0:
+            self.run = Run.create(out, self.config, resume=resume)
+        ranks.wait()
+        self.run = Run(out)
+        self.writer = _tensorboard(self.run) if self.config.train.tensorboard and ranks.rank == 0 else None
+
+    def run_to_end(self) -> Run:
+        run, config = self.run, self.config.train
+        if run.finished:
+            if self.show:
+                TrainingProgress(run.name, config.steps, config.steps, show=True).say(f"{run.path} is finished already")
+            return run
+        self.model = build(self.config).to(self.device).train()
+        self.optimiser_step = OptimiserStep(self.model, config, self.device, self.ranks)
+        self.tokens, self.tlops, self.saved = 0, 0.0, None
+        first = self._restore()
+        with TrainingProgress(run.name, config.steps, first, show=self.show) as self.progress:
+            self._validate_if_due(first)
+            for step in range(first, config.steps):
+                self._stop_if_asked(step)
+                self._step(step)
+            self._stop_if_asked(config.steps)
+        if self.ranks.rank == 0:
+            run.finish({name: tensor.detach().cpu().numpy() for name, tensor in self.model.state_dict().items()})
+        self.ranks.wait()
+        return run
+
+    def _restore(self) -> int:
+        """Load the newest good checkpoint, or start; return how many steps are done."""
+        checkpoint, skipped = self.run.load_checkpoint()
+        for line in skipped:
+            TrainingProgress(self.run.name, 0, 0, show=self.show).say(line)
+        step = 0
+        if checkpoint:
+            step = checkpoint.step
+            self.optimiser_step.load_state(checkpoint.tensors, step)
+            tokens, self.tlops = checkpoint.tensors["progress"].tolist()
+            self.tokens, self.saved = int(tokens), step
+        if self.ranks.rank == 0:
+            self.run.rewind_metrics(step)
+            if step == 0:
+                facts = {
+                    **environment(self.device),
+                    "ranks": self.ranks.world,
+                    "corpus_sha256": self.dataset.fingerprint,
+                }
+                write_json(self.run.path / "env.json", facts)
+                write_json(self.run.path / "tokenizer.json", self.dataset.tokenizer.to_dict())
+        self.validated = {row["step"] for row in self.run.metrics() if "val_loss" in row}
+        self.ranks.wait()
+        return step
+
+    def _step(self, step: int) -> None:
+        """Take step number `step` (from 0) and write down what is due after it."""
+        config = self.config.train
+        inputs, targets = self.dataset.train_batch(
+            seed=config.seed,
+            step=step,
+            batch_size=config.batch_size,
+            context=self.config.model.context,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+        )
+        lr = cosine(step, config.steps, config.lr)
+        stats = self.optimiser_step(inputs, targets, step=step, lr=lr)
+        done, tokens = step + 1, inputs.size * self.ranks.world
+        self.tokens += tokens
+        self.tlops += sum(stats.work)
+        active = self._active_fraction(stats, tokens)
+        self.progress.step(done, tokens, stats.task, active)
+        if done % config.log_every == 0 or done == config.steps:
+            row = {"loss": stats.task + stats.depth, "task_loss": stats.task, "depth_loss": stats.depth}
+            row |= {"active_fraction": active, "lr": lr, "grad_norm": stats.grad_norm}
+            self._log(done, row | {"tokens_per_s": round(self.progress.tokens_per_s)})
+        self._validate_if_due(done)
+        if done % config.checkpoint_every == 0 or done == config.steps:
+            self._save(done)
+
+    def _active_fraction(self, stats: Stats, tokens: int) -> float:
+        routed = tuple(site.routed for site in self.model.method.sites(keys=1))
+        return DepthTotals(routed, stats.work, tokens, 0.0, 0.0).active_fraction
+
+    def _validate_if_due(self, step: int) -> None:
+        every = self.config.train.eval_every
+        due = step > 0 and (step % every == 0 or step == self.config.train.steps)
+        if not due or step in self.validated or self.ranks.rank != 0:
+            return
+        with self.optimiser_step.autocast:
+            measured = measure(self.model, self._validation_stream(), self.model)
+        if self.stop.received:  # cut short: not a number to keep; the resumed run repeats it
+            return
+        self.validated.add(step)
+        self._log(step, {"val_loss": measured.loss, "val_active_fraction": measured.depth.active_fraction})
+        self.progress.validation(step, measured.loss, measured.depth.active_fraction)
+        self.progress.resume_clock()
+
+    def _validation_stream(self) -> Iterator[Batch]:
+        """The start of the validation split; it ends early when a signal asks to stop."""
+        seen = 0
+
+        def wanted(batch: Batch) -> bool:
+            nonlocal seen
+            first, seen = seen == 0, seen + batch[0].numel()
+            return first or (seen <= VALIDATION_TOKENS and not self.stop.received)
+
+        return takewhile(wanted, batches(self.dataset, "val", self.config.model.context, self.device))
+
+    def _log(self, step: int, row: dict[str, float]) -> None:
+        row = {"step": step, **row, "tokens": self.tokens, "tlops": self.tlops}
+        if self.ranks.rank == 0:
+            self.run.append_metrics(row)
+        if self.writer:
+            for name, value in row.items():
+                self.writer.add_scalar(name, value, step)
+
+    def _stop_if_asked(self, step: int) -> None:
+        """All ranks stop at the same step, whichever got the signal."""
+        number = self.ranks.max(self.stop.received)
+        if number:
+            self._save(step)
+            raise Interrupted(number, step)
+
+    def _save(self, step: int) -> None:
+        if self.ranks.rank == 0 and self.saved != step:
+            progress = np.array([self.tokens, self.tlops])
+            self.run.save_checkpoint(step, {**self.optimiser_step.state(), "progress": progress})
+        self.saved = step
+        self.ranks.wait()
+
+
+def _tensorboard(run: Run):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "train.tensorboard needs TensorBoard; install it with pip install 'tokendepth[tensorboard]'"
+        ) from None
+    return SummaryWriter(str(run.path / "tensorboard"))
