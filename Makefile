@@ -8,13 +8,14 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench readme clean
 
 help:
 	@echo "make demo    train a small model, evaluate it and write a report"
 	@echo "make test    run the tests                        (ARGS='-k trace' picks some)"
 	@echo "make lint    ruff, ruff format and pyright"
 	@echo "make bench   run the tests, then the benchmarks   (ARGS are the benchmarks')"
+	@echo "make readme  make the README's tables anew from results/"
 	@echo "make clean   remove .venv, build output and caches; runs/ stays"
 
 demo: $(VENV)/.installed-demo
@@ -32,6 +33,9 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n 2
 	@$(BIN)/tokendepth bench $(ARGS)
+
+readme: $(VENV)/.installed-dev
+	@$(BIN)/python -m tokendepth.report.readme
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -18,18 +18,19 @@ LONGEST_FILE = 400
 
 # A unit is a file or folder directly in tokendepth/. It may import the units of every later layer.
 LAYERS: tuple[set[str], ...] = (
-    {"cli", "__main__"},
+    {"cli"},
+    {"arguments"},
     {"recipes", "report", "hf", "serve", "analysis", "bench"},
-    {"sweep", "train", "evaluate", "generate"},
+    {"sweep", "train", "step", "progress", "evaluate", "generate", "describe", "doctor"},
     {"model", "cache", "methods", "data"},
     {"ops"},
-    {"config", "runs", "trace", "errors"},
+    {"config", "runs", "results", "trace", "errors", "machine"},
 )
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-SATELLITES = LAYERS[1]  # these never import each other; the units of every other layer may
-ONLY = {"recipes": {"config", "errors"}, "report": {"config", "runs", "trace", "errors"}}
+SATELLITES = LAYERS[2]  # these never import each other; the units of every other layer may
+ONLY = {"recipes": {"config", "errors"}, "report": {"config", "runs", "results", "trace", "errors"}}
 
-TORCH_FREE = {"config", "runs", "trace", "errors", "recipes", "report"}
+TORCH_FREE = {"config", "runs", "results", "trace", "errors", "recipes", "report"}
 CONFINED = {  # third-party package -> the only files in tokendepth/ that may import it
     "triton": r"ops/\w+/kernel\.py",
     "transformers": r"hf/.+",

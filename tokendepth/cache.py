@@ -22,6 +22,8 @@ class KVCache:
         self.valid = like.new_zeros((layers, batch, capacity), dtype=torch.bool)
         self.seen = like.new_zeros(batch, dtype=torch.long)
         """Real tokens so far, per sequence: the position of the next one."""
+        self.longest = 0
+        """The largest of `seen`, known without asking the device."""
         self.length = 0
         """Columns filled so far, padding included."""
 
@@ -42,3 +44,4 @@ class KVCache:
         """Called once per pass, after every layer has appended."""
         self.length += tokens
         self.seen = self.seen + (tokens if valid is None else valid.sum(1))
+        self.longest = self.longest + tokens if valid is None else int(self.seen.max())

@@ -10,15 +10,15 @@ import io
 import json
 import os
 import sys
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from tokendepth.config import RunConfig, options, override
-from tokendepth.errors import UserError, did_you_mean
+from tokendepth.arguments import check
+from tokendepth.config import RunConfig
+from tokendepth.errors import UserError
 from tokendepth.recipes import RECIPES, recipe, summary
 
 PARTS = ("data", "model", "method", "train")
@@ -195,9 +195,8 @@ class Generate:
 
         spending = Spending()
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "prompt")}
-        print(self.prompt, end="", flush=True)
-        for piece in generate(Run.open(self.run), self.prompt, spending, **settings):
-            print(piece, end="", flush=True)
+        for number, piece in enumerate(generate(Run.open(self.run), self.prompt, spending, **settings)):
+            print(piece if number else self.prompt + piece, end="", flush=True)
         print(f"\n[{self.execution}: {spending.summary()}]", file=sys.stderr)
 
 
@@ -243,7 +242,7 @@ def parse(arguments: list[str]) -> Any:
     choices = tuple(Annotated[c, tyro.conf.subcommand(name, prefix_name=False)] for name, c in _NAMES.items())
     asks_for_help = not arguments or any(a in ("-h", "--help") or a.startswith("--tyro-") for a in arguments)
     if not asks_for_help:
-        _check_words(arguments)
+        check(arguments, _NAMES)
     complaint = io.StringIO()
     with contextlib.nullcontext() if asks_for_help else contextlib.redirect_stderr(complaint):
         try:
@@ -259,62 +258,6 @@ def parse(arguments: list[str]) -> Any:
                 words = " ".join(arguments)
                 raise UserError(f"cannot read {words!r}; see: tokendepth {arguments[0]} --help") from None
             raise
-
-
-def _check_words(arguments: list[str]) -> None:
-    """Answer the mistakes that people make in one line each; tyro would answer in a box."""
-    command, *rest = arguments
-    if command not in _NAMES:
-        raise UserError(f"{command!r}: no such command; {did_you_mean(command, _NAMES)}")
-    hints = typing.get_type_hints(_NAMES[command], include_extras=True)
-    own = {name: hint for name, hint in hints.items() if name != "recipe" and "Positional" not in str(hint)}
-    flags = {"--" + name: hint for name, hint in own.items()} | {"--no-" + n: h for n, h in own.items() if h is bool}
-    words, values = _split_words(rest, flags)
-    if "recipe" not in hints:
-        for flag in values:
-            if flag not in flags:
-                raise UserError(
-                    f"{flag}: unknown option of {command}; {did_you_mean(flag, flags) if flags else 'drop it'}"
-                )
-        return
-    if not words:
-        raise UserError(f"{command} needs a recipe: one of {', '.join(RECIPES)}")
-    config = recipe(words[0])
-    if len(words) > 1:
-        raise UserError(f"{words[1]!r}: one recipe at a time; drop it")
-    changes = {}
-    for flag, text in values.items():
-        name = flag.removeprefix("--").replace("-", "_")
-        if flag in flags:
-            continue
-        negated = name.replace(".no_", ".")
-        if options(config).get(negated) is bool and text is None:
-            changes[negated] = str(negated == name)
-        elif text is None and name in options(config):
-            raise UserError(f"{flag} needs a value")
-        else:
-            changes[name] = text or ""
-    override(config, changes)
-
-
-def _split_words(arguments: list[str], flags: dict[str, Any]) -> tuple[list[str], dict[str, str | None]]:
-    """Bare words, and each --option with the word after it (None if it has none)."""
-    words: list[str] = []
-    values: dict[str, str | None] = {}
-    at = 0
-    while at < len(arguments):
-        word = arguments[at]
-        at += 1
-        if not word.startswith("--"):
-            words.append(word)
-            continue
-        flag, joined, value = word.partition("=")
-        values[flag] = value if joined else None
-        takes_value = flags.get(flag) is not bool
-        if takes_value and not joined and at < len(arguments) and not arguments[at].startswith("--"):
-            values[flag] = arguments[at]
-            at += 1
-    return words, values
 
 
 def main(arguments: list[str] | None = None) -> None:

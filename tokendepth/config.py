@@ -216,7 +216,7 @@ def from_dict(tree: object) -> RunConfig:
         raise UserError(f"method is {method!r}; expected a JSON object with a name")
     method = dict(method)
     name = method.pop("name", None)
-    if name not in METHOD_CONFIGS:
+    if not isinstance(name, str) or name not in METHOD_CONFIGS:
         raise UserError(f"method.name is {name!r}: no such method; {did_you_mean(str(name), METHOD_CONFIGS)}")
     tree["method"] = _build(METHOD_CONFIGS[name], method, "method.")
     for part, cls in (("data", DataConfig), ("model", ModelConfig), ("train", TrainConfig)):
@@ -231,8 +231,13 @@ def _build(cls: type, tree: object, prefix: str) -> Any:
     for key in tree:
         if key not in hints:
             hint = did_you_mean(str(key), hints) if hints else "it has no options"
-            raise UserError(f"{prefix}{key}: unknown key; {hint}")
+            raise UserError(f"{prefix}{_printable(key)}: unknown key; {hint}")
     return cls(**{key: _coerce(hints[key], value, prefix + key) for key, value in tree.items()})
+
+
+def _printable(word: object) -> str:
+    """Whatever a file or a shell gave as a name, on one line."""
+    return repr(str(word))[1:-1]
 
 
 def _coerce(hint: Any, value: object, name: str) -> Any:
@@ -247,7 +252,7 @@ def _coerce(hint: Any, value: object, name: str) -> Any:
         if value is None:
             return None
         (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
-    if hint is float and type(value) is int:
+    if hint is float and type(value) is int and abs(value) < 2**1000:
         value = float(value)
     expected = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     _check(type(value) is hint, name, value, expected[hint])
@@ -294,6 +299,7 @@ def override(config: RunConfig, changes: dict[str, str]) -> RunConfig:
 
 def _unknown_option(name: str, config: RunConfig, known: dict[str, Any]) -> str:
     """Say whose option it is where it belongs to another method; else name the nearest one."""
+    name = _printable(name)
     part, _, key = name.partition(".")
     own = method_name(config.method)
     if part == "method":

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -60,8 +61,8 @@ def measure(model: LanguageModel, stream: Iterator[Batch], forward: Callable[[Te
 
 def load_model(run: Run, device: torch.device) -> LanguageModel:
     """The trained model of a finished run, in evaluation mode."""
-    model = build(run.config)
     weights = {name: torch.from_numpy(array.copy()) for name, array in run.weights().items()}
+    model = build(run.config)
     try:
         model.load_state_dict(weights)
     except RuntimeError:
@@ -180,10 +181,10 @@ def time_forward(model: LanguageModel, config: RunConfig, ids: Tensor, *, batch:
             _synchronise(ids.device)
             if repeat >= 3:
                 times[name].append(1000 * (time.perf_counter() - start))
-    quartiles = {name: _quartiles(values) for name, values in times.items()}
-    speedup = quartiles["dense_ms"][0] / quartiles["sparse_ms"][0]
+    spread = {name: quartiles(values) for name, values in times.items()}
+    speedup = spread["dense_ms"][0] / spread["sparse_ms"][0]
     where = {"device": describe_device(ids.device), "batch": len(ids), "context": ids.shape[1], "dtype": "float32"}
-    return {**where, **quartiles, "speedup": speedup}
+    return {**where, **spread, "speedup": speedup}
 
 
 def _synchronise(device: torch.device) -> None:
@@ -191,10 +192,10 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _quartiles(values: list[float]) -> list[float]:
+def quartiles(values: list[float]) -> list[float]:
     """[median, lower quartile, upper quartile]"""
-    ordered = sorted(values)
-    return [ordered[len(ordered) * part // 4] for part in (2, 1, 3)]
+    lower, median, upper = statistics.quantiles(values, n=4)
+    return [median, lower, upper]
 
 
 @torch.no_grad()

@@ -47,7 +47,12 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this source tree, `+changes` if it was edited since; `unknown` outside a checkout."""
+    """The commit of this source tree, `+changes` if it was edited since; `unknown` outside a checkout.
+
+    A copy of the tree that came without its history may be told by TOKENDEPTH_COMMIT.
+    """
+    if told := os.environ.get("TOKENDEPTH_COMMIT"):
+        return told
     here = Path(tokendepth.__file__).parent
 
     def git(*arguments: str) -> str:

@@ -35,6 +35,12 @@ class Pass:
         """How many keys a row of attention is as wide as."""
         return time + (self.cache.length if self.cache else 0)
 
+    def longest(self, time: int) -> int:
+        """Tokens of the longest sequence after this pass; padding takes no room."""
+        if self.valid is not None:
+            time = int(self.valid.sum(1).max())
+        return time + (self.cache.longest if self.cache else 0)
+
 
 @dataclass(frozen=True)
 class Spent:
@@ -70,11 +76,9 @@ class Attention(nn.Module):
         """Every row: `[batch, time, d] -> [batch, time, d]`."""
         q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
         k, v, key_valid = self._remember(k, v, run)
-        if key_valid is None:
-            dropout = self.dropout if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, _causal_mask(x.shape[1], key_valid))
+        mask = None if key_valid is None else _causal_mask(x.shape[1], key_valid)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def active_rows(self, x: Tensor, active: Tensor, run: Pass) -> Tensor:
@@ -122,13 +126,13 @@ class Block(nn.Module):
         return add(h, self.dropout(self.ffn(self.norm_ffn(h))))
 
     def forward_active(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
-        """The plain block for the tokens of `active` `[batch, time]`; the others pass unchanged and cost K and V only."""
+        """The plain block for the tokens of `active` `[batch, time]`; the others pass unchanged, costing K and V."""
         rows = h[active] + self.attention.active_rows(self.norm_attention(h), active, run)
         rows = rows + self.ffn(self.norm_ffn(rows))
         return h.masked_scatter(active[..., None], rows)
 
     def forward_active_ffn(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
-        """The paper's sparse mode: attention for every token with its update masked, the feed-forward for active ones."""
+        """The paper's sparse mode: attention for every token, its update masked; the feed-forward for active ones."""
         h = gated_add(h, self.attention(self.norm_attention(h), run), active)
         rows = h[active]
         rows = rows + self.ffn(self.norm_ffn(rows))
@@ -175,10 +179,8 @@ class LanguageModel(nn.Module):
     ) -> Output:
         """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`."""
         run = Pass(execution, cache, valid, decisions)
-        if run.keys(ids.shape[1]) > self.config.context and valid is None:
-            raise UserError(
-                f"{run.keys(ids.shape[1])} tokens do not fit this model's context of {self.config.context}; give fewer"
-            )
+        if (needed := run.longest(ids.shape[1])) > self.config.context:
+            raise UserError(f"{needed} tokens do not fit this model's context of {self.config.context}; give fewer")
         h = self.dropout(self.embedding(ids) + self.positions(self._position_ids(ids, run)))
         spent = self.method(h, run)
         if cache is not None:

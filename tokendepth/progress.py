@@ -50,8 +50,8 @@ class TrainingProgress:
     def validation(self, step: int, loss: float, active_fraction: float) -> None:
         if self.show and not self.live:
             rate = f"{self.tokens_per_s:,.0f} tokens/s"
-            line = f"{self.title}: step {step}/{self.steps}, validation loss {loss:.4f}, active {active_fraction:.3f}, {rate}"
-            console.print(line)
+            numbers = f"validation loss {loss:.4f}, active {active_fraction:.3f}, {rate}"
+            console.print(f"{self.title}: step {step}/{self.steps}, {numbers}", markup=False)
 
     def say(self, line: str) -> None:
         if self.show:

@@ -1,6 +1,8 @@
 """Run: one training run on disk, the only place where training, evaluation, report and export meet.
 
-    config.json  env.json  tokenizer.json  metrics.jsonl  checkpoints/step-*/  model.safetensors  MANIFEST.json  eval.json
+    config.json  env.json  tokenizer.json  metrics.jsonl  checkpoints/
+    model.safetensors  MANIFEST.json       once finished
+    eval.json                              once evaluated
 
 A checkpoint is a folder that appears whole or not at all: it is written under another name, synced, closed by a
 manifest with the SHA-256 of every file, and renamed. Loading takes the newest one whose manifest verifies and names
@@ -45,9 +47,8 @@ def disk_faults(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in remedies:
-            raise UserError(f"cannot write {path}: {remedies[error.errno]}") from error
-        raise
+        remedy = remedies.get(error.errno or 0, f"{error.strerror or error}; choose another --out")
+        raise UserError(f"cannot write {path}: {remedy}") from error
 
 
 def _sync_folder(path: Path) -> None:
@@ -180,7 +181,6 @@ class Run:
                 f"{run.path} is not empty and not a run (it holds {sorted(stray)[0]}); choose another --out"
             )
         with disk_faults(run.path):
-            run.checkpoints.mkdir(exist_ok=True)
             for left_over in [*run.path.glob(".tmp-*"), *run.checkpoints.glob(".tmp-*")]:
                 shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
         if not (run.path / "config.json").exists():
@@ -240,7 +240,7 @@ class Run:
         with disk_faults(final):
             try:
                 shutil.rmtree(part, ignore_errors=True)
-                part.mkdir()
+                part.mkdir(parents=True)
                 write_bytes(part / "state.safetensors", _serialize(tensors))
                 write_manifest(part, ["state.safetensors"], step)
                 shutil.rmtree(final, ignore_errors=True)  # there only if it was found damaged
@@ -275,7 +275,7 @@ class Run:
         return (self.path / MANIFEST).exists()
 
     def finish(self, weights: Tensors) -> None:
-        """Write the trained weights; the manifest is what makes the run a finished one. Checkpoints have served then."""
+        """Write the trained weights; the manifest makes the run a finished one. Its checkpoints have served then."""
         write_bytes(self.path / "model.safetensors", _serialize(weights))
         write_manifest(self.path, ["config.json", "tokenizer.json", "model.safetensors"], self.config.train.steps)
         shutil.rmtree(self.checkpoints, ignore_errors=True)

@@ -181,8 +181,8 @@ class OptimiserStep:
         names = zip(self.parameters, self.gradients, strict=True)
         bad = next((name for name, gradient in names if not gradient.isfinite().all()), "the loss")
         return (
-            f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}, first not finite at {bad}; stopped before the update, "
-            "the last checkpoint is intact; lower --train.lr or --train.clip, or check the data"
+            f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}, first not finite at {bad}; stopped before the "
+            "update, the last checkpoint is intact; lower --train.lr or --train.clip, or check the data"
         )
 
     # -- state, as plain named tensors

@@ -40,14 +40,16 @@ class DepthTrace:
     """`[batch, time]`, False at padding; None where every position holds a token."""
 
     def totals(self) -> "DepthTotals":
-        work, tokens = self.work, self.work.shape[1] * self.work.shape[2]
+        positions = self.work.shape[1] * self.work.shape[2]
+        work, tokens = self.work, positions
         if self.valid is not None:
             work, tokens = work * self.valid, int(self.valid.sum())
         worked = tuple(float(w) for w in work.reshape(len(self.sites), -1).sum(-1).tolist())
-        # Soft and hard compute every layer for every position, padding included, whatever the gate says.
-        ran = worked if self.execution == "sparse" else (float(tokens),) * len(self.sites)
-        full = tokens * (self.outside + sum(s.always + s.active for s in self.sites))
-        flops = tokens * (self.outside + sum(s.always + s.router for s in self.sites))
+        # FLOPs are what ran: soft and hard compute every layer for every position, padding too, whatever the gate says.
+        skips = self.execution == "sparse"
+        ran = [w if skips and site.routed else positions for site, w in zip(self.sites, worked, strict=True)]
+        full = positions * (self.outside + sum(s.always + s.active for s in self.sites))
+        flops = positions * (self.outside + sum(s.always + s.router for s in self.sites))
         flops += sum(s.active * n for s, n in zip(self.sites, ran, strict=True))
         return DepthTotals(tuple(s.routed for s in self.sites), worked, tokens, flops, full)
 
@@ -96,7 +98,7 @@ class DepthTotals:
 
     @property
     def flops_skipped(self) -> float:
-        """Share of the router-free dense FLOPs that was not executed; negative when the routers cost more than they save."""
+        """Share of the router-free dense FLOPs that was not executed; negative where the routers cost more."""
         return 1 - self.flops / self.flops_dense
 
 

@@ -18,7 +18,7 @@ from tokendepth.errors import UserError
 def test_stdlib_is_two_megabytes_of_ascii_code_and_always_the_same():
     text = corpora.stdlib_text()
     assert text.isascii()
-    assert 2_000_000 <= len(text) < 2_500_000
+    assert 1_000_000 <= len(text) < 1_500_000
     assert text == corpora.stdlib_text()
     assert b"def " in text
     data = load(DataConfig())

@@ -4,16 +4,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.config import DataConfig, DenseConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.evaluate import quartiles
 from tokendepth.machine import choose_device, environment
 from tokendepth.methods import build
-from tokendepth.recipes import recipe
 from tokendepth.results import Row, add_rows
 from tokendepth.step import OptimiserStep, Ranks
 from tokendepth.train import train
@@ -63,9 +62,9 @@ def _training_step(shape: str, device: torch.device, repeats: int) -> Row:
         "benchmark": "training step",
         "shape": shape,
         "dtype": "bfloat16, compiled, CUDA graph" if device.type == "cuda" else "float32, eager",
-        "dense_ms": _quartiles(times["dense"]),
-        "tsa_ms": _quartiles(times["tsa"]),
-        "ratio": _quartiles(ratios),
+        "dense_ms": quartiles(times["dense"]),
+        "tsa_ms": quartiles(times["tsa"]),
+        "ratio": quartiles(ratios),
         "repeats": repeats,
         **environment(device),
     }
@@ -73,19 +72,12 @@ def _training_step(shape: str, device: torch.device, repeats: int) -> Row:
 
 def _whole_run(device: torch.device) -> Row:
     """5,000 Shakespeare steps as a user runs them: data, compilation, validation and checkpoints included."""
-    name = "shakespeare.tsa"
-    config = recipe(name)
+    config = RunConfig(DataConfig("shakespeare"), ModelConfig(), TSAConfig(), TrainConfig(device="cuda"))
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        run = train(replace(config, train=replace(config.train, device="cuda")), Path(folder) / "run", show=False)
+        run = train(config, Path(folder) / "run", show=False)
         seconds = time.perf_counter() - start
         rates = [row["tokens_per_s"] for row in run.metrics() if "tokens_per_s" in row]
     stepping = config.train.steps * config.train.batch_size * config.model.context / statistics.median(rates)
-    facts = {"recipe": name, "steps": config.train.steps, "seconds": seconds, "seconds_stepping": stepping}
+    facts = {"recipe": "shakespeare.tsa", "steps": config.train.steps, "seconds": seconds, "seconds_stepping": stepping}
     return {"benchmark": "whole run", **facts, **environment(device)}
-
-
-def _quartiles(values: list[float]) -> list[float]:
-    """[median, lower quartile, upper quartile]"""
-    lower, median, upper = statistics.quantiles(values, n=4)
-    return [median, lower, upper]

@@ -16,7 +16,7 @@ from tokendepth.data.text import TextDataset, build
 from tokendepth.data.tokenizer import ByteTokenizer, SymbolTokenizer
 from tokendepth.errors import UserError
 
-STDLIB_BYTES = 2_000_000
+STDLIB_BYTES = 1_000_000
 # Installed packages, tests, and what reads like tables rather than like code.
 NOT_STDLIB = {
     "__pycache__", "dist-packages", "encodings", "idlelib", "lib-dynload", "lib2to3", "pydoc_data", "site-packages",
@@ -68,7 +68,7 @@ def vocab_size(config: DataConfig) -> int:
 
 
 def stdlib_text() -> bytes:
-    """The first 2 MB or so of Python's own source, in whole ASCII files: the same for every copy of one version."""
+    """The first megabyte or so of Python's own source, in whole ASCII files: the same for every copy of one version."""
     root = Path(sysconfig.get_path("stdlib"))
     parts, size = [], 0
     for path in _stdlib_files(root):

@@ -14,6 +14,6 @@ METHODS: dict[str, type[Method]] = {"dense": Dense, "tsa": TSA}
 def build(config: RunConfig) -> LanguageModel:
     """The untrained model of `config` on the CPU: the same seed gives the same weights; no one else's RNG is moved."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.train.seed)
+        torch.default_generator.manual_seed(config.train.seed)
         method = METHODS[method_name(config.method)](config.model, config.method)
         return LanguageModel(config.model, method)

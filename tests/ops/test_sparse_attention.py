@@ -1,0 +1,157 @@
+"""sparse_attention: `eager` against the obvious `reference`, at awkward sizes, with memory poisoned beforehand.
+
+In float64 both are right to 1e-15 a term, so 1e-12 of the largest value is rounding. In float32, against the reference
+in float64: 6e-8 a term and sums of at most 20 terms, so 1e-5 is.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokendepth.ops.sparse_attention import sparse_attention
+from tokendepth.ops.sparse_attention.eager import eager
+from tokendepth.ops.sparse_attention.reference import reference
+
+SIZES = [  # batch, time, keys already in the cache, heads, width
+    (1, 1, 0, 1, 1),
+    (3, 7, 0, 2, 5),
+    (2, 13, 4, 3, 6),
+    (5, 1, 15, 4, 8),
+    (2, 17, 3, 1, 3),
+]
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+each_size = pytest.mark.parametrize("size", SIZES, ids=str)
+each_active = pytest.mark.parametrize("active", ["none", "one", "some", "all"])
+each_dtype = pytest.mark.parametrize("dtype", ROUNDING, ids=["float64", "float32"])
+masked = pytest.mark.parametrize("with_mask", [False, True], ids=["all keys", "key_valid"])
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """Memory that is allocated and not written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inputs(size: tuple[int, ...], which: str, *, mask: bool = False) -> tuple[Tensor, ...]:
+    """q, k, v, active and key_valid (or None), in float64."""
+    batch, time, cached, heads, width = size
+    rng = torch.Generator().manual_seed(sum(size))
+    k, v = torch.randn(2, batch, heads, cached + time, width, generator=rng, dtype=torch.float64)
+    active = torch.rand(batch, time, generator=rng) < {"some": 0.4, "all": 1.0}.get(which, 0.0)
+    if which == "one":
+        active[batch // 2, time // 2] = True
+    if which == "some":
+        active[0], active[-1, -1] = False, True  # a sequence without any, unless it is the only one
+    q = torch.randn(int(active.sum()), heads, width, generator=rng, dtype=torch.float64)
+    key_valid = torch.rand(batch, cached + time, generator=rng) < 0.6 if mask else None
+    return q, k, v, active, key_valid
+
+
+def to(dtype: torch.dtype, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+def assert_rounding(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert not actual.isnan().any()
+    if expected.numel():
+        assert (actual - expected).abs().max() <= ROUNDING[actual.dtype] * expected.abs().max()
+
+
+@each_size
+@each_active
+@each_dtype
+@masked
+def test_eager_equals_the_reference(size, active, dtype, with_mask):
+    arguments = inputs(size, active, mask=with_mask)
+    actual = eager(*to(dtype, arguments))
+    assert actual.dtype == dtype
+    assert len(actual) == int(arguments[3].sum())
+    assert_rounding(actual, reference(*arguments))
+
+
+@each_size
+@pytest.mark.parametrize("active", ["one", "some", "all"])  # without a row there is nothing to differentiate
+@masked
+def test_gradients_equal_the_references(size, active, with_mask):
+    *tensors, mask, key_valid = inputs(size, active, mask=with_mask)
+    gradients = []
+    for op in (eager, reference):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        (
+            op(*leaves, mask, key_valid) * torch.linspace(1, 2, tensors[0].shape[-1], dtype=torch.float64)
+        ).sum().backward()
+        gradients.append([t.grad for t in leaves])
+    for actual, expected in zip(*gradients, strict=True):
+        # At least 1: gradients that are zero in theory (a row with one key) are rounding of terms of that size.
+        assert (actual - expected).abs().max() <= 1e-12 * max(1.0, float(expected.abs().max()))
+
+
+def test_the_reference_is_the_definition():
+    """Two tokens, one head of width 1: the second sees both, with weights e^2 and e^6."""
+    q, k, v = torch.tensor([[[2.0]]]), torch.tensor([[[[1.0], [3.0]]]]), torch.tensor([[[[10.0], [20.0]]]])
+    weights = torch.tensor([2.0, 6.0]).softmax(0)
+    expected = (weights[0] * 10 + weights[1] * 20).item()
+    for op in (reference, eager, sparse_attention):
+        assert op(q, k, v, torch.tensor([[False, True]])).item() == pytest.approx(expected, rel=1e-6)
+        assert op(q, k, v, torch.tensor([[True, False]])).item() == pytest.approx(10), "the first sees itself"
+        hidden = torch.tensor([[False, False]])
+        own = op(q, k, v, torch.tensor([[False, True]]), hidden).item()
+        assert own == pytest.approx(20), "a token always sees its own key"
+
+
+@each_size
+@pytest.mark.parametrize("active", ["one", "some", "all"])
+def test_all_rows_are_those_of_dense_attention(size, active):
+    """The rows of some tokens are the same rows of attention over all."""
+    q, k, v, everything, _ = inputs(size, "all")
+    _, _, _, chosen, _ = inputs(size, active)
+    assert_rounding(eager(q[chosen.flatten()], k, v, chosen), eager(q, k, v, everything)[chosen.flatten()])
+
+
+@each_size
+def test_what_must_not_be_seen_is_not(size):
+    """Later and invalid keys hold values that would drown the rest. They are finite: weight 0 times NaN is NaN."""
+    q, k, v, active, key_valid = inputs(size, "some", mask=True)
+    cached, (batch, time) = size[2], active.shape
+    seen = torch.zeros(batch, cached + time, dtype=torch.bool)
+    for b, t in active.nonzero().tolist():
+        seen[b, : cached + t + 1] |= key_valid[b, : cached + t + 1]
+        seen[b, cached + t] = True
+    hidden = ~seen[:, None, :, None]
+    poisoned = (k.masked_fill(hidden, 1e200), v.masked_fill(hidden, 1e200))
+    assert_rounding(eager(q, *poisoned, active, key_valid), reference(q, k, v, active, key_valid))
+
+
+def test_a_sequence_reads_no_other_one():
+    q, k, v, active, _ = inputs((3, 7, 0, 2, 5), "some")
+    expected = reference(q, k, v, active)
+    for other in range(3):
+        k_poisoned, v_poisoned = k.clone(), v.clone()
+        k_poisoned[other], v_poisoned[other] = torch.nan, torch.nan
+        kept = active.nonzero()[:, 0] != other
+        assert_rounding(eager(q, k_poisoned, v_poisoned, active)[kept], expected[kept])
+
+
+def test_the_op_takes_views():
+    """As the model gives them: heads split from a row, transposed, and a slice of a cache."""
+    q, k, v, active, key_valid = inputs((2, 13, 4, 3, 6), "some", mask=True)
+    buffers = [torch.full((2, 3, 40, 6), torch.nan, dtype=torch.float64) for _ in range(2)]
+    for buffer, tensor in zip(buffers, (k, v), strict=True):
+        buffer[:, :, :17] = tensor
+    k_view, v_view = (buffer[:, :, :17] for buffer in buffers)
+    q_view = q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not k_view.is_contiguous()
+    assert not q_view.is_contiguous()
+    assert_rounding(eager(q_view, k_view, v_view, active, key_valid), reference(q, k, v, active, key_valid))
+
+
+def test_the_inputs_are_left_as_they_were():
+    arguments = inputs((2, 13, 4, 3, 6), "some", mask=True)
+    before = [t.clone() for t in arguments]
+    eager(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(arguments, before, strict=True))

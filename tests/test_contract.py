@@ -1,0 +1,454 @@
+"""The contract: what every method promises. A new entry of METHODS is under test here without a line of its own.
+
+Tolerance: float32 rounds at 6e-8; a few dozen operations that sum over at most 64 terms let that grow to about 1e-6 of
+the largest logit. 1e-5 of it is therefore rounding, and a token that was missed, shifted or seen too early is not: it
+moves logits by some percent here, where every matrix has weight (`test_the_tolerance_tells_an_error_from_rounding`).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.flops import count_flops
+from tokendepth.cache import KVCache
+from tokendepth.config import METHOD_CONFIGS, MethodConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.evaluate import load_model
+from tokendepth.methods import METHODS, build
+from tokendepth.model import LanguageModel, Output
+from tokendepth.runs import Run, write_json
+from tokendepth.trace import EXECUTIONS
+
+TIME = 16
+VOCABULARY = 11
+MODEL = ModelConfig(
+    d_model=32, n_layer=3, n_head=4, d_ff=64, context=TIME, dropout=0.1, vocab_size=VOCABULARY
+)  # d_ff is not 4 d, so that no cost formula can hide behind that
+
+CASES: dict[str, MethodConfig] = {name: METHOD_CONFIGS[name]() for name in METHODS if name in METHOD_CONFIGS}
+CASES["tsa-ffn"] = TSAConfig(skip="ffn")
+ACTIVE = ("none", "one", "some", "all")
+
+each_case = pytest.mark.parametrize("case", CASES)
+each_execution = pytest.mark.parametrize("execution", EXECUTIONS)
+each_active = pytest.mark.parametrize("active", ACTIVE)
+
+
+def run_config(case: str, seed: int = 0) -> RunConfig:
+    return RunConfig(model=MODEL, method=CASES[case], train=TrainConfig(seed=seed))
+
+
+@cache
+def lively(case: str) -> LanguageModel:
+    """Untrained, but every matrix matters and every router keeps about half of the tokens. Shared: do not change it."""
+    model = build(run_config(case)).eval()
+    with torch.no_grad():
+        for matrix in (p for p in model.parameters() if p.ndim == 2):
+            matrix.mul_(0.2 / matrix.std())
+        for number, router in enumerate(model.method.routers()):
+            last = [module for module in router.modules() if isinstance(module, nn.Linear)][-1]
+            _, logits = with_router_logits(model, lambda: model(tokens(64), execution="hard"))
+            bias = 0.0 if last.bias is None else last.bias.clone()
+            spread = (logits[number] - bias) / logits[number].std()
+            last.weight.div_(logits[number].std())
+            if last.bias is not None:
+                last.bias.fill_(-spread.median())
+    return model
+
+
+def tokens(batch: int, time: int = TIME, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def routed_sites(model: LanguageModel) -> list[int]:
+    return [number for number, site in enumerate(model.method.sites(keys=1)) if site.routed]
+
+
+def given_decisions(model: LanguageModel, ids: Tensor, active: str) -> Tensor | None:
+    """`[routed site, batch, time]`; None for a method that decides nothing."""
+    shape = (len(routed_sites(model)), *ids.shape)
+    if not shape[0]:
+        return None
+    decisions = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < {"some": 0.4, "all": 1}.get(active, 0)
+    if active == "one":
+        decisions[:, -1, ids.shape[1] // 2] = True
+    return decisions
+
+
+def with_router_logits(model: LanguageModel, forward: Callable[[], Output]) -> tuple[Output, list[Tensor]]:
+    """What `forward` returns, and the logits of each router in the order of the routed sites."""
+    logits: list[Tensor] = []
+    hooks = [r.register_forward_hook(lambda _m, _i, out: logits.append(out)) for r in model.method.routers()]
+    try:
+        return forward(), logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def full(model: LanguageModel, ids: Tensor, execution: str, **options) -> Output:
+    return model(ids, execution=execution, **options)
+
+
+def new_cache(model: LanguageModel, batch: int, capacity: int = TIME) -> KVCache:
+    sites = len(model.method.sites(keys=1))
+    return KVCache(MODEL, batch, capacity, sites=sites, like=model.norm.weight.detach())
+
+
+def decode(
+    model: LanguageModel, ids: Tensor, chunks: tuple[int, ...], execution: str, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits and work of `ids` given to a cache chunk by chunk; `valid` belongs to the first chunk."""
+    kept, logits, work = new_cache(model, len(ids), sum(chunks)), [], []
+    for part in ids.split(list(chunks), dim=1):
+        out = full(model, part, execution, cache=kept, valid=valid)
+        valid = None
+        logits.append(out.logits)
+        work.append(out.trace.work)
+    return torch.cat(logits, 1), torch.cat(work, 2)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def assert_equal_to_rounding(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert relative_error(actual, expected) <= 1e-5
+
+
+def assert_same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], execution: str) -> None:
+    """Logits and work; under hard and sparse, work is made of decisions, and a decision has no small error."""
+    assert_equal_to_rounding(actual[0], expected[0])
+    if execution == "soft":
+        assert_equal_to_rounding(actual[1], expected[1])
+    else:
+        assert torch.equal(actual[1], expected[1])
+
+
+def test_every_method_has_a_config_and_every_config_a_method():
+    assert METHODS.keys() == METHOD_CONFIGS.keys()
+
+
+@each_case
+def test_the_models_under_test_decide_both_ways(case):
+    """Else the equalities below would hold for want of anything skipped."""
+    model = lively(case)
+    work = full(model, tokens(64), "hard").trace.work[routed_sites(model)]
+    for fraction in work.mean((1, 2)).tolist():
+        assert 0.2 <= fraction <= 0.8
+
+
+@each_case
+@each_execution
+def test_the_tolerance_tells_an_error_from_rounding(case, execution):
+    model, ids = lively(case), tokens(8)
+    other = ids.clone()
+    other[:, 4] = (other[:, 4] + 1) % VOCABULARY
+    before, after = full(model, ids, execution), full(model, other, execution)
+    for time in (4, 5, TIME - 1):  # the token itself, the next one, the one that is farthest from it
+        assert relative_error(after.logits[:, time], before.logits[:, time]) > 1e-3
+
+
+# --- 1. causal --------------------------------------------------------------------------------------------------------
+
+
+@each_case
+@each_execution
+@given(cut=st.integers(1, TIME - 1), seed=st.integers(0, 2**31 - 1))
+def test_the_future_changes_nothing(case, execution, cut, seed):
+    model, ids = lively(case), tokens(4, seed=seed)
+    other = torch.cat([ids[:, :cut], (ids[:, cut:] + 1 + tokens(4, TIME - cut, seed) % 10) % VOCABULARY], 1)
+    assert (other[:, cut:] != ids[:, cut:]).all()
+    before, after = full(model, ids, execution), full(model, other, execution)
+    actual = after.logits[:, :cut], after.trace.work[:, :, :cut]
+    assert_same(actual, (before.logits[:, :cut], before.trace.work[:, :, :cut]), execution)
+
+
+# --- 2. cached = full, batched = single, padded = unpadded ------------------------------------------------------------
+
+
+@each_case
+@each_execution
+@pytest.mark.parametrize("chunks", [(7, *[1] * 9), (3, 5, 8), (1,) * TIME], ids=["prefill+ones", "chunks", "ones"])
+def test_cached_decoding_equals_the_full_forward(case, execution, chunks):
+    model, ids = lively(case), tokens(4, seed=2)
+    expected = full(model, ids, execution)
+    assert_same(decode(model, ids, chunks, execution), (expected.logits, expected.trace.work), execution)
+
+
+@each_case
+@each_execution
+def test_batched_equals_single(case, execution):
+    model, ids = lively(case), tokens(5, seed=3)
+    batched = full(model, ids, execution)
+    for b in range(len(ids)):
+        single = full(model, ids[b : b + 1], execution)
+        actual = batched.logits[b : b + 1], batched.trace.work[:, b : b + 1]
+        assert_same(actual, (single.logits, single.trace.work), execution)
+
+
+def left_padded(ids: Tensor, lengths: tuple[int, ...], width: int, pad: int) -> tuple[Tensor, Tensor]:
+    """The first tokens of each row, pushed to the right end of `width` columns, and which columns hold them."""
+    padded = torch.full((len(lengths), width), pad)
+    for b, length in enumerate(lengths):
+        padded[b, width - length :] = ids[b, :length]
+    valid = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    return padded, valid
+
+
+@each_case
+@each_execution
+@pytest.mark.parametrize("pad", [0, 7])
+def test_left_padding_changes_nothing(case, execution, pad):
+    model, ids, lengths = lively(case), tokens(4, seed=4), (TIME, 11, 3, 1)
+    padded, valid = left_padded(ids, lengths, TIME, pad)
+    out = full(model, padded, execution, valid=valid)
+    assert out.trace.totals().tokens == sum(lengths)
+    assert out.logits.isfinite().all(), "also at padding, which sees nothing but itself"
+    for b, length in enumerate(lengths):
+        single = full(model, ids[b : b + 1, :length], execution)
+        actual = out.logits[b : b + 1, -length:], out.trace.work[:, b : b + 1, -length:]
+        assert_same(actual, (single.logits, single.trace.work), execution)
+
+
+@each_case
+@each_execution
+def test_left_padding_changes_no_metric_and_no_auxiliary_loss(case, execution):
+    model, ids = lively(case), tokens(1, 9, seed=5)
+    padded, valid = left_padded(ids, (9,), TIME, 0)
+    actual, expected = full(model, padded, execution, valid=valid), full(model, ids, execution)
+    assert actual.losses.keys() == expected.losses.keys()
+    for name, loss in expected.losses.items():
+        assert float(actual.losses[name]) == pytest.approx(float(loss), rel=1e-5)
+    assert actual.trace.totals().active_fraction == pytest.approx(expected.trace.totals().active_fraction, rel=1e-5)
+    assert actual.trace.totals().tlops == pytest.approx(expected.trace.totals().tlops, rel=1e-5)
+
+
+@each_case
+@each_execution
+@pytest.mark.parametrize("chunks", [(8, *[1] * 8), (8, 3, 5)], ids=["ones", "chunks"])
+def test_cached_decoding_after_a_padded_prefill(case, execution, chunks):
+    model, ids, lengths = lively(case), tokens(3, seed=6), (8, 5, 1)
+    padded, valid = left_padded(ids, lengths, 8, pad=3)
+    more = tokens(3, 8, seed=7)
+    logits, work = decode(model, torch.cat([padded, more], 1), chunks, execution, valid)
+    for b, length in enumerate(lengths):
+        single = full(model, torch.cat([ids[b : b + 1, :length], more[b : b + 1]], 1), execution)
+        actual = logits[b : b + 1, 8 - length :], work[:, b : b + 1, 8 - length :]
+        assert_same(actual, (single.logits, single.trace.work), execution)
+
+
+@each_case
+def test_padding_takes_no_room_in_the_context(case):
+    """A batch of short sequences may be padded beyond the context: what counts is how many tokens are real."""
+    model, ids = lively(case), tokens(1, 13, seed=8)
+    padded, valid = left_padded(ids, (5,), TIME - 2, pad=0)
+    logits, _ = decode(model, torch.cat([padded, ids[:, 5:]], 1), (TIME - 2, *[1] * 8), "hard", valid)
+    assert_equal_to_rounding(logits[:, -13:], full(model, ids, "hard").logits)
+
+
+# --- 3. sparse = hard -------------------------------------------------------------------------------------------------
+
+
+@each_case
+@each_active
+@pytest.mark.parametrize("padding", [False, True], ids=["unpadded", "padded"])
+def test_sparse_equals_hard_on_given_decisions(case, active, padding):
+    model, ids = lively(case), tokens(5, 13, seed=9)
+    valid = (torch.arange(13) >= torch.tensor([0, 3, 12, 1, 0])[:, None]) if padding else None
+    decisions = given_decisions(model, ids, active)
+    hard, sparse = (full(model, ids, e, decisions=decisions, valid=valid) for e in ("hard", "sparse"))
+    real = torch.ones(5, 13, dtype=torch.bool) if valid is None else valid
+    assert_equal_to_rounding(sparse.logits[real], hard.logits[real])
+    assert torch.equal(sparse.trace.work, hard.trace.work)
+    if decisions is not None:
+        assert torch.equal(hard.trace.work[routed_sites(model)], (decisions & real).float())
+
+
+@each_case
+def test_sparse_flips_a_free_decision_only_at_the_threshold(case):
+    """The threshold lies between the two logits of a flip: if they are within 1e-5 of each other, it is of both."""
+    model, sites = lively(case), routed_sites(lively(case))
+    flips = decisions = 0
+    worst = 0.0
+    for seed in range(4):
+        ids = tokens(1024, seed=100 + seed)
+        with torch.no_grad():
+            hard, hard_logits = with_router_logits(model, lambda ids=ids: model(ids, execution="hard"))
+            sparse, sparse_logits = with_router_logits(model, lambda ids=ids: model(ids, execution="sparse"))
+        # A flip changes what the later routers of that sequence read, so they are not judged.
+        unflipped = torch.ones(len(ids), dtype=torch.bool)
+        for site, a, b in zip(sites, hard_logits, sparse_logits, strict=True):
+            worst = max(worst, float((a - b)[unflipped].abs().max()))
+            flipped = (hard.trace.work[site] != sparse.trace.work[site]) & unflipped[:, None]
+            unflipped &= ~flipped.any(1)
+            flips, decisions = flips + int(flipped.sum()), decisions + flipped.numel()
+        assert_equal_to_rounding(sparse.logits[unflipped], hard.logits[unflipped])
+    print(f"{case}: {flips} flips in {decisions:,} free decisions, router logits at most {worst:.1e} apart")
+    assert decisions >= 100_000 or not sites
+    assert worst <= 1e-5
+
+
+# --- 4. every parameter is trained ------------------------------------------------------------------------------------
+
+
+@each_case
+def test_every_parameter_receives_a_gradient(case):
+    model, ids = build(run_config(case)).train(), tokens(8, TIME, seed=10)
+    out = model(ids, execution="soft")
+    loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + sum(out.losses.values())
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
+
+
+# --- 5. the trace tells the truth -------------------------------------------------------------------------------------
+
+
+@each_case
+@each_execution
+def test_work_is_between_zero_and_one(case, execution):
+    model, ids = lively(case), tokens(16, seed=11)
+    trace = full(model, ids, execution).trace
+    assert trace.work.shape == (len(trace.sites), *ids.shape)
+    assert trace.execution == execution
+    assert not trace.work.requires_grad
+    assert 0 <= trace.work.min() <= trace.work.max() <= 1
+    unrouted = [n for n, site in enumerate(trace.sites) if not site.routed]
+    assert (trace.work[unrouted] == 1).all()
+    if execution != "soft":
+        assert set(trace.work.unique().tolist()) <= {0.0, 1.0}
+
+
+def counted_and_told(model: LanguageModel, ids: Tensor, execution: str, **options) -> tuple[int, float]:
+    outputs: list[Output] = []
+    counted = count_flops(lambda: outputs.append(model(ids, execution=execution, **options)))
+    return counted, outputs[0].trace.totals().flops
+
+
+@each_case
+@each_execution
+@each_active
+def test_the_flops_of_the_trace_are_those_dispatched(case, execution, active):
+    model, ids = lively(case), tokens(3, 13, seed=12)
+    counted, told = counted_and_told(model, ids, execution, decisions=given_decisions(model, ids, active))
+    assert counted > 0
+    assert told == counted
+
+
+@each_case
+@each_execution
+@each_active
+def test_the_flops_of_the_trace_are_those_dispatched_with_a_cache(case, execution, active):
+    model, ids, kept = lively(case), tokens(3, 13, seed=13), new_cache(lively(case), 3)
+    decisions = given_decisions(model, ids, active)
+    for columns in (slice(0, 9), slice(9, 10), slice(10, 13)):  # prefill, decode one, a chunk
+        part = None if decisions is None else decisions[..., columns]
+        counted, told = counted_and_told(model, ids[:, columns], execution, decisions=part, cache=kept)
+        assert told == counted
+
+
+@each_case
+@each_execution
+def test_the_flops_of_the_trace_are_those_dispatched_with_padding(case, execution):
+    """Padding is computed on, so it is executed: a figure without it would claim a saving that nobody got."""
+    padded, valid = left_padded(tokens(3, seed=14), (13, 8, 2), 13, pad=0)
+    counted, told = counted_and_told(lively(case), padded, execution, valid=valid)
+    assert told == counted
+
+
+@each_case
+def test_sparse_dispatches_less_the_more_it_skips(case):
+    model, ids = lively(case), tokens(2, seed=15)
+    sites = len(routed_sites(model))
+    hard = count_flops(lambda: model(ids, execution="hard"))
+    if not sites:
+        assert count_flops(lambda: model(ids, execution="sparse")) == hard
+        return
+    order = torch.randperm(ids.numel(), generator=torch.Generator().manual_seed(0)).view(ids.shape)
+    counts = [
+        count_flops(lambda k=k: model(ids, execution="sparse", decisions=(order < k).expand(sites, -1, -1)))
+        for k in range(ids.numel() + 1)
+    ]
+    steps = {b - a for a, b in pairwise(counts)}
+    assert len(steps) == 1, "every further active token costs the same"
+    assert steps.pop() > 0
+    assert counts[-1] == hard
+
+
+def test_the_counter_counts_attention_by_hand():
+    q, k = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 9, 7)
+    mask = torch.ones(5, 9, dtype=torch.bool).tril()
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(backend):
+            masked = count_flops(lambda: F.scaled_dot_product_attention(q, k, k, mask))
+            causal = count_flops(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
+        # Scores and their product with the values: two products of 2 x 3 x 5 rows, 9 (or 5) keys and width 7.
+        assert masked == 2 * (2 * 3 * 5 * 9 * 7) * 2
+        assert causal == 2 * (2 * 3 * 5 * 5 * 7) * 2
+
+
+def test_the_counter_counts_a_linear_layer_by_hand_and_refuses_what_it_cannot_count():
+    x, weight, bias = torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn(5)
+    assert count_flops(lambda: F.linear(x, weight, bias)) == 2 * (2 * 3) * 4 * 5
+    assert count_flops(lambda: F.gelu(x) + F.layer_norm(x, (4,))) == 0
+    with pytest.raises(NotImplementedError, match="aten::mv has no FLOP formula"):
+        count_flops(lambda: weight @ x[0, 0])
+
+
+# --- 6. saved and loaded ----------------------------------------------------------------------------------------------
+
+
+@each_case
+def test_saved_and_loaded_it_computes_the_same(case, tmp_path):
+    model, ids = lively(case), tokens(4, seed=16)
+    run = Run.create(tmp_path / "run", run_config(case), resume=False)
+    write_json(run.path / "tokenizer.json", {})
+    run.finish({name: tensor.numpy() for name, tensor in model.state_dict().items()})
+    loaded = load_model(Run.open(run.path), torch.device("cpu"))
+    assert not torch.equal(build(run_config(case)).eval()(ids).logits, full(model, ids, "soft").logits)
+    for execution in EXECUTIONS:
+        assert torch.equal(full(loaded, ids, execution).logits, full(model, ids, execution).logits)
+
+
+# --- 7. seeds ---------------------------------------------------------------------------------------------------------
+
+
+@each_case
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(case):
+    first, again, other = (build(run_config(case, seed)).state_dict() for seed in (3, 3, 4))
+    assert first.keys() == again.keys() == other.keys()
+    for name in first:
+        assert torch.equal(first[name], again[name]), name
+        constant = first[name].unique().numel() == 1  # norms, and biases that start at one value
+        assert constant or not torch.equal(first[name], other[name]), name
+
+
+@each_case
+def test_building_moves_no_random_number_generator(case):
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+
+    before = states()
+    build(run_config(case, seed=5))
+    assert all(torch.equal(a, b) for a, b in zip(before, states(), strict=True))
+
+
+@each_case
+def test_the_weights_do_not_depend_on_what_was_drawn_before(case):
+    first = build(run_config(case)).state_dict()
+    torch.rand(7)
+    again = build(replace(run_config(case), recipe="another")).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)

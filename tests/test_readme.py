@@ -1,0 +1,65 @@
+"""The README is what a stranger trusts: its tables are made from results/, and its commands work."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tokendepth.cli import main, parse
+from tokendepth.report.readme import render
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINES = [
+    line.split("#")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+]
+COMMANDS = [line for line in LINES if line.startswith("tokendepth ")]
+TINY = (
+    "--data.corpus stdlib --model.d-model 16 --model.n-layer 2 --model.n-head 2 --model.d-ff 16 --model.context 16 "
+    "--train.steps 2 --train.batch-size 2 --train.eval-every 9"
+)
+
+
+def test_the_tables_are_those_of_results():
+    assert render(README, ROOT) == README, "stale: run make readme"
+
+
+def test_the_tables_are_there():
+    assert README.count("<!-- end -->") == 2
+    assert re.search(r"\| shakespeare\.dense \(n=3\) ", README)
+    assert re.search(r"\| shakespeare\.tsa \(n=3\) ", README)
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"\bmake (\w+)", " ".join(LINES) + " " + " ".join(re.findall(r"`make (\w+)`", README)))
+    assert {"demo", "test"} <= set(targets)
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_understood(command):
+    assert callable(parse(shlex.split(command)[1:]))
+
+
+def test_the_commands_work_one_after_the_other(tmp_path, monkeypatch, capsys):
+    """As a newcomer types them, with a smaller model; bench is a measurement, not a test."""
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for command in COMMANDS:
+        words = shlex.split(command)[1:]
+        if words[0] == "bench":
+            continue
+        if words[0] == "train":
+            words = [*words[:2], *words[2:], *shlex.split(TINY)]
+        if words[0] == "evaluate":
+            words.append("--no-timing")
+        main(words)
+        ran.append(words[0])
+    assert ran == ["doctor", "describe", "train", "train", "evaluate", "report", "generate"]
+    assert (tmp_path / "runs" / "report" / "report.html").exists()
+    assert "ROMEO:" in capsys.readouterr().out

@@ -1,0 +1,90 @@
+"""Every recipe, shrunk, takes two optimiser steps on real data; and each says what it is."""
+
+import math
+
+import pytest
+import torch
+
+from tokendepth import data
+from tokendepth.config import RunConfig, from_dict, method_name, override, to_dict
+from tokendepth.errors import UserError
+from tokendepth.methods import build
+from tokendepth.recipes import RECIPES, recipe, summary
+from tokendepth.step import OptimiserStep, Ranks, cosine
+from tokendepth.train import resolve
+
+SMALL = {"model.n_layer": "2", "model.d_model": "32", "model.d_ff": "64", "model.n_head": "4", "train.batch_size": "4"}
+ON_EVERY_MACHINE = ("stdlib", "copy", "sort")
+
+each_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def shrunk(name: str) -> RunConfig:
+    """The recipe at a size for a test; a corpus that would be downloaded gives way to one that is at hand."""
+    config = override(recipe(name), {**SMALL, "train.device": "cpu", "train.dtype": "float32"})
+    if config.data.corpus not in ON_EVERY_MACHINE:
+        config = override(config, {"data.corpus": "stdlib"})
+    return config
+
+
+@each_recipe
+def test_two_steps(name):
+    config = shrunk(name)
+    dataset = data.load(config.data)
+    config = resolve(config, dataset)
+    model = build(config).train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    take_step = OptimiserStep(model, config.train, torch.device("cpu"), Ranks())
+    # The same batch twice: the second loss must have fallen. A step of AdamW moves each weight by its learning rate,
+    # which on these models is worth some hundredths of a nat; dropout at 0.1 makes a thousandth.
+    inputs, targets = dataset.train_batch(
+        seed=config.train.seed, step=0, batch_size=config.train.batch_size, context=config.model.context
+    )
+    first, second = (
+        take_step(inputs, targets, step=step, lr=cosine(step, config.train.steps, config.train.lr)) for step in range(2)
+    )
+    assert first.task == pytest.approx(math.log(config.model.vocab_size), abs=0.2), "untrained: every token alike"
+    assert second.task < first.task
+    for stats in (first, second):
+        assert all(math.isfinite(number) for number in (stats.task, stats.depth, stats.grad_norm, *stats.work))
+        assert stats.grad_norm > 0
+        assert (stats.depth > 0) == (method_name(config.method) != "dense")
+    for key, value in model.state_dict().items():
+        assert value.isfinite().all(), key
+        assert not torch.equal(value, before[key]), key
+
+
+@each_recipe
+def test_a_recipe_is_a_complete_config(name):
+    config = recipe(name)
+    assert config.recipe == name
+    assert from_dict(to_dict(config)) == config
+    assert config.model.vocab_size == 0, "the corpus says it"
+    assert RECIPES[name]() == RECIPES[name](), "a recipe is a function of nothing"
+
+
+@each_recipe
+def test_a_recipe_says_what_it_is(name):
+    assert len(summary(name)) > 20
+    assert summary(name) in RECIPES[name].__doc__
+    module, function = name.split(".")
+    assert RECIPES[name].__module__ == f"tokendepth.recipes.{module}"
+    assert RECIPES[name].__name__ == function
+
+
+def test_recipes_that_are_to_be_compared_differ_in_the_method_alone():
+    for name in RECIPES:
+        if name.endswith("dense"):
+            dense, tsa = recipe(name), recipe(name.replace("dense", "tsa"))
+            assert (dense.data, dense.model, dense.train) == (tsa.data, tsa.model, tsa.train)
+            assert (method_name(dense.method), method_name(tsa.method)) == ("dense", "tsa")
+
+
+def test_an_unknown_recipe_names_the_nearest():
+    with pytest.raises(UserError) as caught:
+        recipe("shakespear.tsa")
+    assert str(caught.value) == "'shakespear.tsa': no such recipe; did you mean 'shakespeare.tsa'?"
+    with pytest.raises(UserError) as caught:
+        recipe("zzz")
+    assert "'zzz'" in str(caught.value)
+    assert all(name in str(caught.value) for name in RECIPES), "nothing is near, so all are named"

@@ -1,0 +1,53 @@
+"""The router of eq. 2, up to the sigmoid: `w2 . relu(w1 h + b1) + b2`, the halting logit of every token."""
+
+from functools import cache
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from tokendepth.ops.router.eager import eager
+from tokendepth.ops.router.reference import reference
+
+__all__ = ["halting_logits"]
+
+# What `auto` gives to the kernel. Above, its tiles of w1 no longer fit in registers whole and it computes the forward
+# several times in the backward, while the library's products are large enough to be good.
+LARGEST_HIDDEN = 128
+LARGEST_D = 512
+
+
+def halting_logits(
+    h: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, low_precision: bool = False, backend: str = "auto"
+) -> Tensor:
+    """h: `[..., d]`, float32 or bfloat16. w1: `[hidden, d]`, b1: `[hidden]`, w2: `[1, hidden]`, b2: `[1]`, float32.
+
+    Returns `[...]` in float32. `low_precision`: bfloat16 operands in the products, summed in float32.
+    `auto` is the kernel for low precision on a GPU, up to the sizes above, and `eager` otherwise: full float32 runs on
+    the scalar units, where the library is at home.
+    """
+    if backend == "auto":
+        small = w1.shape[0] <= LARGEST_HIDDEN and w1.shape[1] <= LARGEST_D
+        backend = "kernel" if h.is_cuda and low_precision and small and _has_triton() else "eager"
+    if backend == "kernel":
+        from tokendepth.ops.router.kernel import kernel
+
+        return kernel(h, w1, b1, w2, b2, low_precision)
+    if backend == "eager":
+        return eager(h, w1, b1, w2, b2, low_precision)
+    if backend == "reference":
+        return reference(h, w1, b1, w2, b2, low_precision)
+    raise ValueError(f"unknown backend {backend!r}: not one of auto, reference, eager, kernel")
+
+
+def _has_triton() -> bool:
+    return _find_triton()
+
+
+@cache
+def _find_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+# What torch.compiler.assume_constant_result does, without its import of all of dynamo. Dynamo traces neither a cache
+# nor, in torch 2.11, find_spec.
+vars(_has_triton)["_dynamo_marked_constant"] = True
