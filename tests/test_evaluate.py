@@ -136,6 +136,21 @@ def test_the_batch_size_does_not_matter(tsa, figures, execution, batch_size):
     assert measured.depth.tokens == figures["tokens"]
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_losses_are_summed_exactly(dense, masked):
+    """A float32 sum over the 16,384 targets of one batch is off by 1e-6; by how much depends on the batch size."""
+    random = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(1024, 16, 32, generator=random)
+    targets = torch.randint(0, 32, (1024, 16), generator=random)
+    if masked:
+        targets[:, :8] = -100
+    model = load_model(dense, CPU)
+    out = replace(model(torch.zeros(1, 16, dtype=torch.long)), logits=logits)
+    measured = measure(model, iter([(targets.clamp(min=0), targets)]), lambda ids: out)
+    exact = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten()).item()
+    assert measured.loss == pytest.approx(exact, rel=1e-8)
+
+
 def test_measuring_takes_the_model_as_it_is_evaluated_and_leaves_its_mode(tmp_path):
     run = trained(tmp_path, dropout=0.5, steps=2)
     model = load_model(run, CPU)
@@ -208,7 +223,7 @@ def test_flops_are_counted_by_hand(figures):
     executed = 3 * kv + 2 * router + head + active * others
     assert figures["flops_per_token"] == pytest.approx(executed, rel=4 * 16 * 32 * 2 * rest / tokens / executed)
     assert figures["flops_skipped"] == 1 - figures["flops_per_token"] / figures["flops_per_token_dense"]
-    assert 0 < figures["flops_skipped"] < figures["tlops_skipped"]
+    assert figures["flops_skipped"] < figures["tlops_skipped"]
 
 
 def test_dense_skips_nothing_under_any_name(dense):
@@ -242,7 +257,7 @@ def test_controls_are_told_apart_from_the_trained_router(figures):
 def test_an_untrained_router_keeps_sigmoid_of_one(tmp_path):
     """At a learning rate of zero the run is its own control."""
     found = evaluate(trained(tmp_path, steps=1, lr=0.0), timing=False)
-    # Random biases of the hidden layer move a router's logit by 0.04 (one sigma), the mean of two by 0.006; five of those.
+    # Random biases of its hidden layer move a router's logit by 0.04 (one sigma), the mean by 0.006; five of those.
     assert found["soft"]["active_fraction"] == pytest.approx(1 / (1 + math.exp(-1)), abs=0.03)
     assert found["hard"]["active_fraction"] == 1.0
     for execution in ("soft", "hard"):
@@ -286,7 +301,7 @@ def test_copy_and_sort_give_accuracy_and_perplexity_over_the_target_only(tmp_pat
     model, dataset = load_model(run, CPU), load(run.config.data)
     for execution in EXECUTIONS:
         nats, hits = [], []
-        for inputs, targets in dataset.windows("val", 16, 7):
+        for inputs, targets in dataset.windows("val", 16, 1000):  # as they are evaluated
             with torch.no_grad():
                 logits = model(torch.from_numpy(inputs), execution=execution).logits.double()
             rows, wanted = logits[:, 4:].flatten(0, 1), torch.from_numpy(targets[:, 4:]).flatten()  # after SEP

@@ -166,8 +166,8 @@ def test_loss_and_gradient_are_those_of_plain_autograd_however_the_batch_is_cut(
     assert stats.depth == pytest.approx(depth, rel=ROUNDING)
     assert (stats.depth > 0) == (method == "tsa")
     assert distance(gradients(step), expected) < ROUNDING
-    norm = torch.cat([g.flatten() for g in expected.values()]).norm().item()
-    assert stats.grad_norm == pytest.approx(norm, rel=ROUNDING)
+    norm = torch.cat([g.flatten().double() for g in expected.values()]).norm().item()
+    assert stats.grad_norm == pytest.approx(norm, rel=1e-5)  # the root of a float32 sum of 30,000 squares
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
@@ -375,5 +375,4 @@ def test_no_ranks_but_one_need_no_process_group(monkeypatch):
     value = torch.ones(3)
     assert ranks.sum(value) is value
     ranks.wait()
-    ranks.leave()
     assert not torch.distributed.is_initialized()

@@ -69,7 +69,7 @@ class Demo:
 class Train:
     """Train a recipe. Everything in it can be overridden: --train.steps 100 --method.depth-penalty 0.05."""
 
-    recipe: Recipe
+    recipe: Recipe  # pyright: ignore[reportInvalidTypeForm]
     out: Path | None = None
     """Run folder; by default runs/RECIPE-SEED."""
     resume: bool = False
@@ -130,7 +130,7 @@ class Evaluate:
 class Describe:
     """Parameters, FLOPs per token and memory of a recipe, before anything is trained."""
 
-    recipe: Recipe
+    recipe: Recipe  # pyright: ignore[reportInvalidTypeForm]
     json: bool = False
     """Print one JSON object instead of lines."""
 
@@ -246,8 +246,8 @@ def parse(arguments: list[str]) -> Any:
     complaint = io.StringIO()
     with contextlib.nullcontext() if asks_for_help else contextlib.redirect_stderr(complaint):
         try:
-            return tyro.cli(
-                Union[choices],  # noqa: UP007
+            return tyro.cli(  # pyright: ignore[reportCallIssue]
+                Union[choices],  # noqa: UP007  # pyright: ignore[reportArgumentType, reportCallIssue]
                 prog="tokendepth",
                 description="Transformers in which every token gets only the depth it needs.",
                 args=arguments or ["--help"],

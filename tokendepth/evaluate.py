@@ -15,6 +15,7 @@ from torch import Tensor
 from tokendepth import data
 from tokendepth.config import DenseConfig, RunConfig, method_name
 from tokendepth.data import Dataset
+from tokendepth.data.dataset import Split
 from tokendepth.errors import UserError
 from tokendepth.machine import choose_device, describe_device, environment
 from tokendepth.methods import build
@@ -33,7 +34,7 @@ class Measured:
     depth: DepthTotals
 
 
-def batches(dataset: Dataset, split: str, context: int, device: torch.device) -> Iterator[Batch]:
+def batches(dataset: Dataset, split: Split, context: int, device: torch.device) -> Iterator[Batch]:
     """The whole split, in an order and in sizes that do not depend on how the model was trained."""
     for inputs, targets in dataset.windows(split, context, max(1, 16384 // context)):
         yield torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
@@ -72,12 +73,13 @@ def load_model(run: Run, device: torch.device) -> LanguageModel:
     return model.to(device).eval()
 
 
-def evaluate(run: Run, *, split: str = "val", device: str = "auto", timing: bool = True) -> dict[str, Any]:
+def evaluate(run: Run, *, split: Split = "val", device: str = "auto", timing: bool = True) -> dict[str, Any]:
     """Everything `eval.json` holds. Written into the run by the caller, so that asking does not change a run."""
     if split not in ("val", "test"):
         raise UserError(f"split is {split!r}; expected val or test")
     config, where = run.config, choose_device(device)
     model, dataset = load_model(run, where), data.load(config.data)
+    run.check_corpus(dataset.fingerprint)
 
     def stream() -> Iterator[Batch]:
         return batches(dataset, split, config.model.context, where)
@@ -124,14 +126,15 @@ def evaluate(run: Run, *, split: str = "val", device: str = "auto", timing: bool
     }
 
 
-def _figures(measured: Measured, dataset: Dataset, config: RunConfig, split: str) -> dict[str, Any]:
+def _figures(measured: Measured, dataset: Dataset, config: RunConfig, split: Split) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "loss": measured.loss,
         "active_fraction": measured.depth.active_fraction,
         "active_fraction_per_site": measured.depth.per_site,
     }
     if config.data.synthetic:
-        return {**figures, "accuracy": measured.accuracy, "perplexity": math.exp(measured.loss)}
+        perplexity = math.exp(measured.loss) if measured.loss < 700 else None  # too large for a float
+        return {**figures, "accuracy": measured.accuracy, "perplexity": perplexity}
     bits = measured.loss / math.log(2)
     by_character = config.data.tokens == "char"
     return {
@@ -199,7 +202,7 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 @torch.no_grad()
-def _passage(model: LanguageModel, dataset: Dataset, split: str, device: torch.device) -> dict[str, Any]:
+def _passage(model: LanguageModel, dataset: Dataset, split: Split, device: torch.device) -> dict[str, Any]:
     """Decisions on real text, token by token, for heat maps."""
     ids = torch.tensor(dataset.passage(split, model.config.context), device=device)[None]
     soft, hard = (model(ids, execution=e) for e in ("soft", "hard"))

@@ -7,6 +7,7 @@ output head tied to the token embedding. Residual projections start at N(0, 0.02
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,9 @@ from tokendepth.errors import UserError
 from tokendepth.ops.gated_add import gated_add
 from tokendepth.ops.sparse_attention import sparse_attention
 from tokendepth.trace import DepthTrace, Execution, Site
+
+if TYPE_CHECKING:
+    from tokendepth.methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ class Output:
 class LanguageModel(nn.Module):
     """Embedding, a method that spends depth, final norm, tied head: the same for every method."""
 
-    def __init__(self, model: ModelConfig, method: nn.Module) -> None:
+    def __init__(self, model: ModelConfig, method: "Method") -> None:
         super().__init__()
         assert model.vocab_size > 0, "the vocabulary comes from the corpus; resolve it first"
         self.config = model
@@ -165,7 +169,7 @@ class LanguageModel(nn.Module):
         for table in (self.embedding, self.positions):
             nn.init.normal_(table.weight, std=0.02)
         self.dropout = nn.Dropout(model.dropout)
-        self.method = method
+        self.method: Method = method
         self.norm = nn.LayerNorm(model.d_model)
 
     def forward(

@@ -25,6 +25,8 @@ from tokendepth.errors import UserError
 
 KEEP_CHECKPOINTS = 2
 MANIFEST = "MANIFEST.json"
+CHECKPOINT_FILES = ("state.safetensors",)
+MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
 
 Tensors = dict[str, Any]
 
@@ -95,39 +97,51 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _manifest_digest(manifest: dict[str, Any]) -> str:
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _manifest_bytes(step: int, files: dict[str, dict[str, Any]]) -> bytes:
+    """A manifest is its own checksum too, so that no byte of a checkpoint can change unnoticed."""
+    body = {"version": FORMAT_VERSION, "step": step, "files": files}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({**body, "sha256": digest}, indent=2) + "\n").encode()
 
 
-def write_manifest(folder: Path, names: list[str], step: int) -> None:
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
-    manifest = {"version": FORMAT_VERSION, "step": step, "files": files}
-    write_json(folder / MANIFEST, {**manifest, "sha256": _manifest_digest(manifest)})
+def _measure(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
-def verify_manifest(folder: Path) -> int:
+def write_manifest(folder: Path, names: tuple[str, ...], step: int) -> None:
+    write_bytes(folder / MANIFEST, _manifest_bytes(step, {name: _measure(folder / name) for name in names}))
+
+
+def verify_manifest(folder: Path, names: tuple[str, ...]) -> int:
     """The step that `folder` holds, if every file in it is as it was written; else a UserError that names the file."""
-    manifest = read_json(folder / MANIFEST)
-    if not isinstance(manifest, dict) or manifest.get("sha256") != _manifest_digest(manifest):
-        raise UserError(f"{folder / MANIFEST} is damaged (its own checksum is wrong)")
-    if manifest["version"] > FORMAT_VERSION:
-        raise UserError(f"{folder} has format {manifest['version']}, newer than {FORMAT_VERSION}; upgrade tokendepth")
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path} is missing")
-        if path.stat().st_size != expected["bytes"]:
-            raise UserError(f"{path} is damaged: {path.stat().st_size} bytes, expected {expected['bytes']}")
-        if sha256(path) != expected["sha256"]:
-            raise UserError(f"{path} is damaged: its SHA-256 is wrong")
-    return manifest["step"]
+    path = folder / MANIFEST
+    manifest = read_json(path)
+    version = manifest.get("version") if isinstance(manifest, dict) else None
+    if type(version) is int and version > FORMAT_VERSION:
+        raise UserError(f"{path} has format {version}, newer than {FORMAT_VERSION}; upgrade tokendepth")
+    step, files = (manifest.get("step"), manifest.get("files")) if isinstance(manifest, dict) else (None, None)
+    well_formed = type(step) is int and step >= 0 and isinstance(files, dict) and set(files) == set(names)
+    if not well_formed or path.read_bytes() != _manifest_bytes(step, files):
+        raise UserError(f"{path} is damaged: it is not what tokendepth wrote")
+    for name in names:
+        try:
+            found = _measure(folder / name)
+        except FileNotFoundError:
+            raise UserError(f"{folder / name} is missing") from None
+        except OSError as error:
+            raise UserError(f"{folder / name} cannot be read: {error.strerror}") from None
+        expected = files[name]
+        if found != expected:
+            what = "SHA-256" if expected.get("bytes") == found["bytes"] else "size"
+            raise UserError(f"{folder / name} is damaged: its {what} is wrong")
+    return step
 
 
 def _serialize(tensors: Tensors) -> bytes:
+    """The same tensors make the same bytes: of several metadata entries the order would be left to chance."""
     from safetensors.numpy import save
 
-    return save(tensors, metadata={"format": "tokendepth", "version": str(FORMAT_VERSION)})
+    return save(tensors, metadata={"tokendepth": str(FORMAT_VERSION)})
 
 
 def _deserialize(path: Path) -> Tensors:
@@ -242,31 +256,45 @@ class Run:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
                 write_bytes(part / "state.safetensors", _serialize(tensors))
-                write_manifest(part, ["state.safetensors"], step)
+                write_manifest(part, CHECKPOINT_FILES, step)
                 shutil.rmtree(final, ignore_errors=True)  # there only if it was found damaged
                 os.rename(part, final)
                 _sync_folder(self.checkpoints)
             except BaseException:
                 shutil.rmtree(part, ignore_errors=True)
                 raise
-        for old in self._checkpoint_folders()[KEEP_CHECKPOINTS:]:
+        # Those of later steps were found damaged, or the run would be past them.
+        good = [folder for folder in self._checkpoint_folders() if _step_of(folder) <= step]
+        for old in set(self._checkpoint_folders()) - set(good[:KEEP_CHECKPOINTS]):
             shutil.rmtree(old, ignore_errors=True)
 
     def load_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that verifies, and one line for each newer one that does not."""
         skipped = []
-        for folder in self._checkpoint_folders():
+        folders = self._checkpoint_folders()
+        for number, folder in enumerate(folders, 1):
             try:
-                step = verify_manifest(folder)
+                step = verify_manifest(folder, CHECKPOINT_FILES)
                 if folder.name != f"step-{step:08d}":
                     raise UserError(f"{folder} holds step {step}, not the one in its name")
                 return Checkpoint(step, _deserialize(folder / "state.safetensors")), skipped
             except UserError as error:
-                skipped.append(f"passed over a checkpoint: {error}; going back to the one before it")
+                remedy = (
+                    "going back to the one before it" if number < len(folders) else "no other is left: starting afresh"
+                )
+                skipped.append(f"passed over a checkpoint: {error}; {remedy}")
         return None, skipped
 
     def _checkpoint_folders(self) -> list[Path]:
-        return sorted(self.checkpoints.glob("step-*"), reverse=True)
+        return sorted(self.checkpoints.glob("step-*"), key=_step_of, reverse=True)
+
+    def check_corpus(self, fingerprint: str) -> None:
+        """A run goes on, and is measured, only on the text that it was trained on."""
+        if (self.env or {}).get("corpus_sha256") not in (None, fingerprint):
+            corpus = self.config.data.corpus
+            raise UserError(
+                f"the corpus {corpus!r} is not the one {self.path} was trained on; restore it or train anew"
+            )
 
     # -- the finished model
 
@@ -277,7 +305,7 @@ class Run:
     def finish(self, weights: Tensors) -> None:
         """Write the trained weights; the manifest makes the run a finished one. Its checkpoints have served then."""
         write_bytes(self.path / "model.safetensors", _serialize(weights))
-        write_manifest(self.path, ["config.json", "tokenizer.json", "model.safetensors"], self.config.train.steps)
+        write_manifest(self.path, MODEL_FILES, self.config.train.steps)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def weights(self) -> Tensors:
@@ -285,7 +313,7 @@ class Run:
         if not self.finished:
             raise UserError(f"{self.path} is not finished; go on with: tokendepth train ... --out {self.path} --resume")
         try:
-            verify_manifest(self.path)
+            verify_manifest(self.path, MODEL_FILES)
         except UserError as error:
             raise UserError(f"{error}; repeat the training with --resume in a new folder, or restore a copy") from None
         return _deserialize(self.path / "model.safetensors")
@@ -302,6 +330,11 @@ class Run:
     def env(self) -> dict[str, Any] | None:
         path = self.path / "env.json"
         return read_json(path) if path.exists() else None
+
+
+def _step_of(folder: Path) -> int:
+    digits = folder.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else -1
 
 
 def _first_difference(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str | None:

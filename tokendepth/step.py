@@ -4,6 +4,7 @@ A step's result does not depend on how its batch was cut: losses are sums over t
 batch, whatever the accumulation and the number of ranks.
 """
 
+import atexit
 import math
 import os
 from dataclasses import dataclass
@@ -33,12 +34,10 @@ class Ranks:
     def join(cls, device: torch.device) -> "Ranks":
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
+        if not dist.is_initialized():  # once a process: torchrun's rendezvous does not work twice
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
+            atexit.register(dist.destroy_process_group)
         return cls(dist.get_rank(), dist.get_world_size())
-
-    def leave(self) -> None:
-        if self.world > 1:
-            dist.destroy_process_group()
 
     def sum(self, value: Tensor) -> Tensor:
         """In place, over all ranks."""
@@ -47,17 +46,18 @@ class Ranks:
         return value
 
     def total(self, number: int) -> int:
-        return self._reduced(number, dist.ReduceOp.SUM)
+        return sum(self._all(number))
 
     def max(self, number: int) -> int:
-        return self._reduced(number, dist.ReduceOp.MAX)
+        return max(self._all(number))
 
-    def _reduced(self, number: int, how: dist.ReduceOp) -> int:
+    def _all(self, number: int) -> list[int]:
+        """Every rank's number."""
         if self.world == 1:
-            return number
-        value = torch.tensor(number, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        dist.all_reduce(value, how)
-        return int(value)
+            return [number]
+        numbers = torch.zeros(self.world, dtype=torch.long, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        numbers[self.rank] = number
+        return self.sum(numbers).tolist()
 
     def wait(self) -> None:
         if self.world > 1:
@@ -159,11 +159,11 @@ class OptimiserStep:
             self._add_gradient(batch)
             return
         if self.graph is None:
-            self._capture(batch)
+            self.graph = self._captured(batch)
         self.held_batch.copy_(batch)
         self.graph.replay()
 
-    def _capture(self, batch: Tensor) -> None:
+    def _captured(self, batch: Tensor) -> torch.cuda.CUDAGraph:
         self.held_batch = batch.to(self.device)
         before = self.sums.clone()
         side = torch.cuda.Stream()
@@ -172,10 +172,11 @@ class OptimiserStep:
             for _ in range(2):
                 self._add_gradient(self.held_batch)
         torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             self._add_gradient(self.held_batch)
         self.sums.copy_(before)
+        return graph
 
     def _not_finite(self, step: int, loss: float, norm: float) -> str:
         names = zip(self.parameters, self.gradients, strict=True)

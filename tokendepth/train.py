@@ -4,6 +4,7 @@ Weights, data order and dropout are functions of (seed, step, rank). A checkpoin
 step number, and a run that was killed and resumed ends bit for bit as one that was not (on a CPU).
 """
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -76,10 +77,7 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: boo
     with StopSignals() as stop:
         device = choose_device(config.train.device)
         ranks = Ranks.join(device)
-        try:
-            return _Training(config, Path(out), resume, show and ranks.rank == 0, device, ranks, stop).run_to_end()
-        finally:
-            ranks.leave()
+        return _Training(config, Path(out), resume, show and ranks.rank == 0, device, ranks, stop).run_to_end()
 
 
 class _Training:
@@ -102,11 +100,15 @@ class _Training:
         self.dataset = data.load(config.data)
         self.config = resolve(config, self.dataset)
         self.device, self.ranks, self.stop, self.show = device, ranks, stop, show
+        self.writer = None
+        summary_writer = _summary_writer() if self.config.train.tensorboard else None
         if ranks.rank == 0:
             self.run = Run.create(out, self.config, resume=resume)
         ranks.wait()
         self.run = Run(out)
-        self.writer = _tensorboard(self.run) if self.config.train.tensorboard and ranks.rank == 0 else None
+        self.run.check_corpus(self.dataset.fingerprint)
+        if summary_writer and ranks.rank == 0 and not self.run.finished:
+            self.writer = summary_writer(str(out / "tensorboard"))
 
     def run_to_end(self) -> Run:
         run, config = self.run, self.config.train
@@ -118,7 +120,10 @@ class _Training:
         self.optimiser_step = OptimiserStep(self.model, config, self.device, self.ranks)
         self.tokens, self.tlops, self.saved = 0, 0.0, None
         first = self._restore()
-        with TrainingProgress(run.name, config.steps, first, show=self.show) as self.progress:
+        with (
+            contextlib.closing(self.writer) if self.writer else contextlib.nullcontext(),
+            TrainingProgress(run.name, config.steps, first, show=self.show) as self.progress,
+        ):
             self._validate_if_due(first)
             for step in range(first, config.steps):
                 self._stop_if_asked(step)
@@ -232,11 +237,10 @@ class _Training:
         self.ranks.wait()
 
 
-def _tensorboard(run: Run):
+def _summary_writer():
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise UserError(
-            "train.tensorboard needs TensorBoard; install it with pip install 'tokendepth[tensorboard]'"
-        ) from None
-    return SummaryWriter(str(run.path / "tensorboard"))
+        remedy = "pip install 'tokendepth[tensorboard]'"
+        raise UserError(f"train.tensorboard is on, but TensorBoard is not installed; {remedy}") from None
+    return SummaryWriter

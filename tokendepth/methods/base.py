@@ -1,5 +1,7 @@
 """What every method is: it owns its blocks and routers and says how depth is spent."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from tokendepth.config import MethodConfig, ModelConfig
@@ -26,6 +28,6 @@ class Method(nn.Module):
         """Where this method can spend depth, and the cost there when attention rows are `keys` wide."""
         raise NotImplementedError
 
-    def routers(self) -> list[nn.Module]:
+    def routers(self) -> Sequence[nn.Module]:
         """The modules that decide; none for a fixed depth."""
         return []

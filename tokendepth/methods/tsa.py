@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tokendepth.config import ModelConfig, TSAConfig
 from tokendepth.methods.base import Method
 from tokendepth.model import Block, Pass, Spent, block_site
+from tokendepth.ops.router import halting_logits
 from tokendepth.trace import DepthTrace, Site
 
 
@@ -29,7 +30,8 @@ class Router(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """`[batch, time, d] -> [batch, time]`, in float32 so that the gate is fine where the products are not."""
-        return self.logit(torch.relu(self.hidden(h))).squeeze(-1).float()
+        weights = (self.hidden.weight, self.hidden.bias, self.logit.weight, self.logit.bias)
+        return halting_logits(h, *weights, low_precision=torch.is_autocast_enabled(h.device.type))
 
     @property
     def flops(self) -> int:
@@ -58,7 +60,7 @@ class TSA(Method):
         sites = self.sites(run.keys(hidden.shape[1]))
         hidden = self.blocks[0](hidden, run)
         keeps = [torch.ones(hidden.shape[:2], device=hidden.device)]
-        for decision, block in enumerate(self.blocks[1:]):
+        for decision, block in enumerate(self._gated()):
             halt_logit = block.router(hidden)
             if run.execution == "soft":
                 keep = torch.sigmoid(-halt_logit)
@@ -91,7 +93,10 @@ class TSA(Method):
         return tuple(sites)
 
     def routers(self) -> list[Router]:
-        return [block.router for block in self.blocks[1:]]
+        return [block.router for block in self._gated()]
+
+    def _gated(self) -> list[GatedBlock]:
+        return [block for block in self.blocks if isinstance(block, GatedBlock)]
 
 
 def _mean(keep: Tensor, valid: Tensor | None) -> Tensor:

@@ -171,10 +171,10 @@ def group(records: list[Record]) -> list[Row]:
         groups.setdefault(key, {})[seed] = record
     taken: list[Row] = []
     for members in groups.values():
-        records = tuple(members.values())
-        label, used = _label(records), {row.label for row in taken}
+        seeds = tuple(members.values())
+        label, used = _label(seeds), {row.label for row in taken}
         again = (f"{label} ({number})" for number in itertools.count(2))
-        taken.append(Row(next(name for name in itertools.chain([label], again) if name not in used), records))
+        taken.append(Row(next(name for name in itertools.chain([label], again) if name not in used), seeds))
     return taken
 
 

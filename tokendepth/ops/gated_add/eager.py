@@ -8,16 +8,18 @@ class _GatedAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h: Tensor, update: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(update, gate)
-        return torch.addcmul(h, gate[..., None], update)
+        return torch.addcmul(h, gate[..., None], update.to(h.dtype))
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (grad,) = grads
         update, gate = ctx.saved_tensors
         # A compiler fuses the sum; eager CPU code is better off with a dot product.
-        grad_gate = (grad * update).sum(-1) if grad.is_cuda else torch.einsum("btd,btd->bt", grad, update)
-        return grad, grad * gate[..., None], grad_gate
+        fused = grad.is_cuda or update.dtype != grad.dtype
+        grad_gate = (grad * update).sum(-1) if fused else torch.einsum("btd,btd->bt", grad, update)
+        return grad, (grad * gate[..., None]).to(update.dtype), grad_gate
 
 
 def eager(h: Tensor, update: Tensor, gate: Tensor) -> Tensor:
     """As `reference`, in one pass over memory forward and one per gradient backward; in the dtype of `h`."""
-    return _GatedAdd.apply(h, update.to(h.dtype), gate.to(h.dtype))
+    return _GatedAdd.apply(h, update, gate.to(h.dtype))

@@ -8,15 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 # Why these, for the case that matters: 8192 tokens, d = 256, hidden = 64, bfloat16 products, 132 multiprocessors.
-# 64 rows a program make 128 programs, one wave, and are the fewest that Hopper's matrix instruction takes. All of d in
-# one piece and 8 warps: the tiles of h and w1 take 64 registers a thread each, so every load is under way before the
-# first is used.
-FORWARD = {"BLOCK_N": 64, "BLOCK_D": 256, "num_warps": 8, "num_stages": 1}
+# 64 rows a program make 128 programs, one wave, and 64 is what Hopper's matrix instruction takes. All of d in one piece
+# and 8 warps: the tiles of h and w1 take 64 registers a thread each as they arrive, so that every load is under way
+# before the first is used.
+FORWARD = {"BLOCK_N": 64, "BLOCK_D": 256, "num_warps": 4, "num_stages": 1}
 BACKWARD = {"BLOCK_N": 64, "BLOCK_D": 256, "BLOCK_K": 256, "num_warps": 8, "num_stages": 1}
-# Full float32 runs on the scalar units, which want an operand whole in registers: short pieces.
+# Full float32 runs on the scalar units, which take whole operands into registers: the largest that do not spill.
 FORWARD_FULL = {"BLOCK_N": 32, "BLOCK_D": 32, "num_warps": 4, "num_stages": 2}
-BACKWARD_FULL = {"BLOCK_N": 16, "BLOCK_D": 256, "BLOCK_K": 32, "num_warps": 8, "num_stages": 1}
-LARGEST_TILE = 64 * 256  # of w1 and of its gradient: BLOCK_D shrinks where hidden is more than 64
+BACKWARD_FULL = {"BLOCK_N": 16, "BLOCK_D": 128, "BLOCK_K": 32, "num_warps": 8, "num_stages": 1}
+LARGEST_TILE = 64 * 256  # of w1 and of its gradient: BLOCK_D shrinks where hidden is larger
 # Partial sums of the weights' gradients: so many sets at most. They nearly fill the chip, and with 128 the reduction
 # takes them as one tile; each set is as large as w1.
 PROGRAMS = 128
@@ -178,11 +178,9 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Those of h, w1, b1, w2 and b2."""
     rows, (hidden, d) = grad.numel(), w1.shape
-    out = grad_h, *grad_weights = _empty_gradients(h, w1)
+    grad_h, grad_w1, grad_b1, grad_w2, grad_b2 = out = _empty_gradients(h, w1)
     if not rows:
-        for tensor in grad_weights:
-            tensor.zero_()
-        return out
+        return grad_h, grad_w1.zero_(), grad_b1.zero_(), grad_w2.zero_(), grad_b2.zero_()
     flat = _rows(h)
     launch = _launch(BACKWARD if low_precision else BACKWARD_FULL, w1, low_precision)
     pieces = triton.cdiv(d, launch["BLOCK_D"])
@@ -197,7 +195,9 @@ def _gradients(
     operands = grad.contiguous(), flat, w1.contiguous(), b1.contiguous(), w2.contiguous()
     with torch.cuda.device_of(h):
         _backward[(programs, pieces)](*operands, grad_h, partial, rows, blocks, **launch)
-        _reduce[(triton.cdiv(width, reduce["BLOCK_C"]),)](partial, *grad_weights, programs, **reduce)
+        _reduce[(triton.cdiv(width, reduce["BLOCK_C"]),)](
+            partial, grad_w1, grad_b1, grad_w2, grad_b2, programs, **reduce
+        )
     return out
 
 
