@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tokendepth.config import TrainConfig
 from tokendepth.errors import UserError
-from tokendepth.model import LanguageModel
+from tokendepth.model import Block, LanguageModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -80,12 +80,18 @@ class OptimiserStep:
         self.model, self.config, self.device, self.ranks = model, config, device, ranks
         bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
-        # Compiling takes some 15 s, which a short run does not win back.
-        long_on_gpu = device.type == "cuda" and config.steps >= 1000
-        compiled = config.compile == "on" or (config.compile == "auto" and long_on_gpu)
-        self.losses = torch.compile(self._losses) if compiled else self._losses
+        self.task_loss = _summed_cross_entropy
+        if config.compile == "on" or (config.compile == "auto" and device.type == "cuda" and config.steps >= 1000):
+            self._compile()
         self.graph: torch.cuda.CUDAGraph | None = None
         self._flatten()
+
+    def _compile(self) -> None:
+        """Compile the blocks rather than the model: they are alike, so that once does for all, in seconds."""
+        for module in self.model.modules():
+            if isinstance(module, Block):
+                module.compile()
+        self.task_loss = torch.compile(_summed_cross_entropy)
 
     def _flatten(self) -> None:
         """Make every weight a view of one buffer, and every gradient of another, the decayed ones first.
@@ -142,14 +148,14 @@ class OptimiserStep:
         """`[task, depth, work per site...]` of one micro-batch, as its part of the whole batch."""
         with self.autocast:
             out = self.model(inputs)
-        task = F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") * self.share
+        task = self.task_loss(out.logits, targets) * self.share
         # Micro-batches are of one size, so the mean over the batch is the mean of their means.
         parts = self.config.accumulate * self.ranks.world
         depth = sum(out.losses.values(), torch.zeros_like(task)) / parts
         return torch.cat([torch.stack([task, depth]), out.trace.work.sum((1, 2))])
 
     def _add_gradient(self, batch: Tensor) -> None:
-        losses = self.losses(batch[0], batch[1])
+        losses = self._losses(batch[0], batch[1])
         torch._foreach_add_(self.gradients, torch.autograd.grad(losses[:2].sum(), list(self.parameters.values())))
         self.stats.add_(losses.detach())
 
@@ -215,6 +221,10 @@ class OptimiserStep:
             here = slice(done, done := done + part.numel())
             count = torch.tensor(float(step), device=self.device)
             self.adam.state[part] = {"step": count, **{moment: flat[moment][here].clone() for moment in MOMENTS}}
+
+
+def _summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
 def _fitting(tensors: dict[str, np.ndarray], name: str, like: Tensor) -> Tensor:
