@@ -101,16 +101,16 @@ class OptimiserStep:
         """
         decays = {f"{name}.weight" for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
         self.parameters = dict(sorted(self.model.named_parameters(), key=lambda item: item[0] not in decays))
-        weights = torch.cat([p.detach().flatten() for p in self.parameters.values()])
+        weights = torch.zeros(sum(map(_room, self.parameters.values())), device=self.device)
         for parameter, view in zip(self.parameters.values(), self._by_parameter(weights), strict=True):
-            parameter.data = view
+            parameter.data = view.copy_(parameter.data)
         # What a step sums up follows the gradient in the same buffer: task loss, depth loss, work per site.
         sites = len(self.model.method.sites(keys=1))
         self.sums = torch.zeros(len(weights) + 2 + sites, device=self.device)
         self.gradient, self.stats = self.sums[: len(weights)], self.sums[len(weights) :]
         self.gradients = self._by_parameter(self.gradient)
         self.share = torch.zeros((), device=self.device)
-        decayed = sum(p.numel() for name, p in self.parameters.items() if name in decays)
+        decayed = sum(_room(p) for name, p in self.parameters.items() if name in decays)
         groups = []
         # The paper's appendix: no decay on biases, norms and embeddings.
         for part, decay in ((slice(None, decayed), self.config.weight_decay), (slice(decayed, None), 0.0)):
@@ -120,8 +120,8 @@ class OptimiserStep:
         self.adam = torch.optim.AdamW(groups, lr=self.config.lr, betas=(0.9, 0.95), fused=True)
 
     def _by_parameter(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([p.numel() for p in self.parameters.values()])
-        return [part.view_as(p) for part, p in zip(parts, self.parameters.values(), strict=True)]
+        parts = flat.split([_room(p) for p in self.parameters.values()])
+        return [part[: p.numel()].view_as(p) for part, p in zip(parts, self.parameters.values(), strict=True)]
 
     def __call__(self, inputs: np.ndarray, targets: np.ndarray, *, step: int, lr: float) -> Stats:
         """Take step number `step` on this rank's part of the global batch."""
@@ -209,10 +209,10 @@ class OptimiserStep:
         }
 
     def load_state(self, tensors: dict[str, np.ndarray], step: int) -> None:
-        flat = {}
-        for kind in ("model", *MOMENTS):
-            found = [_fitting(tensors, f"{kind}.{name}", p) for name, p in self.parameters.items()]
-            flat[kind] = torch.cat([tensor.flatten() for tensor in found])
+        flat = {kind: torch.zeros_like(self.gradient) for kind in ("model", *MOMENTS)}
+        for kind, buffer in flat.items():
+            for (name, parameter), view in zip(self.parameters.items(), self._by_parameter(buffer), strict=True):
+                view.copy_(_fitting(tensors, f"{kind}.{name}", parameter))
         for parameter, saved in zip(self.parameters.values(), self._by_parameter(flat["model"]), strict=True):
             parameter.data.copy_(saved)
         done = 0
@@ -221,6 +221,11 @@ class OptimiserStep:
             here = slice(done, done := done + part.numel())
             count = torch.tensor(float(step), device=self.device)
             self.adam.state[part] = {"step": count, **{moment: flat[moment][here].clone() for moment in MOMENTS}}
+
+
+def _room(parameter: Tensor) -> int:
+    """Its place in a flat buffer, up to a multiple of 256 bytes: compiled code takes weights to be aligned."""
+    return -(-parameter.numel() // 64) * 64
 
 
 def _summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
