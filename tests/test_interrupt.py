@@ -334,15 +334,29 @@ def test_a_signal_during_validation_leaves_no_half_number(undisturbed, validatio
 
 def test_a_signal_before_the_first_step_leaves_a_run_that_can_be_resumed(undisturbed, tmp_path):
     config, expected = undisturbed
-    real = train_module.data.load
+    real = train_module.build
 
-    def interrupted(data):
+    def interrupted(config):
         signal.raise_signal(signal.SIGTERM)
-        return real(data)
+        return real(config)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module.data, "load", interrupted)
+        patch.setattr(train_module, "build", interrupted)
         with pytest.raises(Interrupted) as raised:
             train(config, tmp_path / "run", show=False)
     assert raised.value.exit_code == 143
     assert_same_result(train(config, tmp_path / "run", resume=True, show=False), expected)
+
+
+def test_ctrl_c_while_a_corpus_is_loaded_stops_at_once_and_leaves_nothing(tmp_path):
+    """There is nothing to save yet, and a download may take minutes."""
+
+    def interrupted(data):
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the signal was put off")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module.data, "load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny(tmp_path), tmp_path / "run", show=False)
+    assert not (tmp_path / "run").exists()

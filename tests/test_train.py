@@ -24,7 +24,7 @@ from tokendepth.evaluate import load_model
 from tokendepth.methods import build
 from tokendepth.runs import Run
 from tokendepth.step import Ranks
-from tokendepth.train import StopSignals, _Training, train
+from tokendepth.train import _Training, train
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 8
@@ -397,7 +397,7 @@ def refused(config: RunConfig, out: Path, *, resume: bool = False) -> str:
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path):
     config = tiny(tmp_path, batch_size=4, accumulate=2)
     with pytest.raises(UserError) as raised:
-        _Training(config, tmp_path / "run", False, False, torch.device("cpu"), Ranks(0, 4), StopSignals())
+        _Training(config, tmp_path / "run", False, False, torch.device("cpu"), Ranks(0, 4))
     message = one_line(raised.value)
     assert "train.batch_size is 4" in message
     assert "multiple of accumulate x ranks (8)" in message

@@ -17,6 +17,7 @@ FORMAT_VERSION = 1
 
 CORPORA = ("stdlib", "shakespeare", "enwik8", "copy", "sort")
 SYNTHETIC_CORPORA = ("copy", "sort")
+DEFAULT_SOURCE_LENGTH = 20
 
 
 def _flag(name: str) -> str:
@@ -184,7 +185,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.data.synthetic:
-            needed = 2 * (self.data.source_length or 20) + 2
+            needed = 2 * (self.data.source_length or DEFAULT_SOURCE_LENGTH) + 2
             expected = f"at least {needed}, the length of one {self.data.corpus} example"
             _check(self.model.context >= needed, "model.context", self.model.context, expected)
 

@@ -51,7 +51,7 @@ def measure(model: LanguageModel, stream: Iterator[Batch], forward: Callable[[Te
         for inputs, targets in stream:
             out = forward(inputs)
             logits, flat = out.logits.flatten(0, 1).float(), targets.flatten()
-            nats += F.cross_entropy(logits, flat, reduction="sum").double().item()
+            nats += F.cross_entropy(logits, flat, reduction="none").double().sum().item()
             hits += (logits.argmax(-1) == flat).sum().item()
             targets_seen += (flat != -100).sum().item()
             depth.append(out.trace.totals())

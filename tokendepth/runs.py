@@ -132,7 +132,8 @@ def verify_manifest(folder: Path, names: tuple[str, ...]) -> int:
             raise UserError(f"{folder / name} cannot be read: {error.strerror}") from None
         expected = files[name]
         if found != expected:
-            what = "SHA-256" if expected.get("bytes") == found["bytes"] else "size"
+            same_size = isinstance(expected, dict) and expected.get("bytes") == found["bytes"]
+            what = "SHA-256" if same_size else "size"
             raise UserError(f"{folder / name} is damaged: its {what} is wrong")
     return step
 
@@ -315,7 +316,7 @@ class Run:
         try:
             verify_manifest(self.path, MODEL_FILES)
         except UserError as error:
-            raise UserError(f"{error}; repeat the training with --resume in a new folder, or restore a copy") from None
+            raise UserError(f"{error}; restore it from a copy, or train the run anew in another folder") from None
         return _deserialize(self.path / "model.safetensors")
 
     @property

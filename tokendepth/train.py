@@ -7,6 +7,7 @@ step number, and a run that was killed and resumed ends bit for bit as one that 
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import takewhile
@@ -47,7 +48,9 @@ class StopSignals:
         self.received = 0
 
     def __enter__(self) -> "StopSignals":
-        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        here = threading.current_thread() is threading.main_thread()  # elsewhere Python allows no handlers
+        numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
+        self.before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,10 +77,11 @@ def resolve(config: RunConfig, dataset: Dataset) -> RunConfig:
 
 def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: bool = True) -> Run:
     """Train `config` into the folder `out`. `resume` goes on with what is there and starts afresh where nothing is."""
-    with StopSignals() as stop:
-        device = choose_device(config.train.device)
-        ranks = Ranks.join(device)
-        return _Training(config, Path(out), resume, show and ranks.rank == 0, device, ranks, stop).run_to_end()
+    device = choose_device(config.train.device)
+    ranks = Ranks.join(device)
+    training = _Training(config, Path(out), resume, show and ranks.rank == 0, device, ranks)
+    with training.stop:  # from here on there is something to save
+        return training.run_to_end()
 
 
 class _Training:
@@ -89,7 +93,6 @@ class _Training:
         show: bool,
         device: torch.device,
         ranks: Ranks,
-        stop: StopSignals,
     ) -> None:
         parts = config.train.accumulate * ranks.world
         if config.train.batch_size % parts:
@@ -99,7 +102,7 @@ class _Training:
             )
         self.dataset = data.load(config.data)
         self.config = resolve(config, self.dataset)
-        self.device, self.ranks, self.stop, self.show = device, ranks, stop, show
+        self.device, self.ranks, self.stop, self.show = device, ranks, StopSignals(), show
         self.writer = None
         summary_writer = _summary_writer() if self.config.train.tensorboard else None
         if ranks.rank == 0:

@@ -193,7 +193,7 @@ def test_the_terminal_table_fits_and_says_the_same(make_run, width):
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
-    for part in ("1.4422", "1.4570", "3.8754", "22.8%", "32.2%", "24.9%", "1.24x", "b=8", "4.86M"):
+    for part in ("1.4422", "1.4570", "3.8754", "22.8%", "32.2%", "24.9%", "1.24x", "batch 8", "4.86M"):
         assert part in text
     for part in ("[red]tsa †", "one seed: differences"):
         assert part in text

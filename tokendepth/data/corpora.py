@@ -7,11 +7,11 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tokendepth.config import DataConfig
+from tokendepth.config import DEFAULT_SOURCE_LENGTH, DataConfig
 from tokendepth.data.dataset import Dataset
 from tokendepth.data.fetch import PUBLISHED, fetch
 from tokendepth.data.store import load_tokens, save_tokens
-from tokendepth.data.synthetic import DEFAULT_SOURCE_LENGTH, SyntheticDataset
+from tokendepth.data.synthetic import SyntheticDataset
 from tokendepth.data.text import TextDataset, build
 from tokendepth.data.tokenizer import ByteTokenizer, SymbolTokenizer
 from tokendepth.errors import UserError
@@ -100,8 +100,6 @@ def _stdlib_files(root: Path) -> Iterator[Path]:
 def _read_file(corpus: str) -> bytes:
     path = Path(os.path.expanduser(corpus.removeprefix("text:")))  # a shell leaves ~ alone after text:
     said = f"data.corpus is {corpus!r}"
-    if corpus == "text:":
-        raise UserError(f"{said}: no file is named; write --data.corpus text:PATH")
     try:
         mode = os.stat(path).st_mode
         # Anything but a regular file is not read: a pipe or a device might never end.

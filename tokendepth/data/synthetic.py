@@ -12,21 +12,15 @@ from tokendepth.data.tokenizer import BOS, EOS, SEP, SPECIALS, SYMBOLS, SymbolTo
 from tokendepth.errors import UserError
 
 EXAMPLES = {"train": 10_000, "val": 1_000, "test": 1_000}
-DEFAULT_SOURCE_LENGTH = 20
-SHORTEST_SOURCE = 3
-"""28 symbols make 784 sources of length 2 but 21,952 of length 3: the fewest that leave every example different."""
+"""All different, which takes a source of at least 3: 28 symbols make 784 of length 2, 21,952 of length 3."""
 
 _STREAM = 20  # fixed, because the data must be the same for every seed of a run
 
 
 class SyntheticDataset(Dataset):
-    def __init__(self, corpus: str, source_length: int = DEFAULT_SOURCE_LENGTH) -> None:
+    def __init__(self, corpus: str, source_length: int) -> None:
         assert corpus in ("copy", "sort")
-        if source_length < SHORTEST_SOURCE:
-            raise UserError(
-                f"data.source_length is {source_length}; expected at least {SHORTEST_SOURCE}: fewer symbols "
-                f"cannot make {sum(EXAMPLES.values())} different examples; set it with --data.source-length"
-            )
+        assert source_length >= 3, "fewer symbols do not make enough different sources; the config says so"
         self.name = corpus
         self.tokenizer = SymbolTokenizer()
         self.source_length = source_length

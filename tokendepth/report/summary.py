@@ -204,7 +204,7 @@ def notes(table: list[Row]) -> list[str]:
         found.append(f"sparse is not hard ({', '.join(apart)}): their losses differ by over {MISMATCH:.1%}, a fault.")
     if any(len(row.records) > 1 for row in table):
         found.append("mean ± standard deviation of the sample over n seeds.")
-    sampled = {row.label: len(stat.values) for row in table if (stat := row.stat(_by_key("loss_hard")))}
+    sampled = {row.label: len(stat.values) for row in table if (stat := row.stat(by_key("loss_hard")))}
     for count, word in ((1, "one seed"), (2, "two seeds")):
         few = [label for label, n in sampled.items() if n == count]
         if few:
@@ -217,5 +217,5 @@ def notes(table: list[Row]) -> list[str]:
     return found
 
 
-def _by_key(key: str) -> Column:
+def by_key(key: str) -> Column:
     return next(column for column in COLUMNS if column.key == key)

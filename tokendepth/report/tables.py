@@ -4,7 +4,7 @@ import html
 import re
 from typing import TYPE_CHECKING, Any
 
-from tokendepth.report.summary import COLUMNS, Row, columns, notes, rows
+from tokendepth.report.summary import COLUMNS, Row, by_key, columns, notes, rows
 from tokendepth.runs import Run
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def terminal_table(runs: list[Run]) -> "Table":
 
     table = rows(runs)
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, caption_justify="left")
-    drawn.caption = Text("\n".join([LEGEND, *notes(table)]))
+    timed = {row.timed for row in table if row.stat(by_key("speedup"))}
+    drawn.caption = Text("\n".join([LEGEND, *(f"speed: a forward pass on {t}." for t in sorted(timed)), *notes(table)]))
     drawn.add_column("run", overflow="fold")
     shown = [column for column in columns(table) if column.key in HEADINGS]
     for column in shown:
@@ -81,12 +82,11 @@ def terminal_table(runs: list[Run]) -> "Table":
     for row in table:
         name = Text(row.title + (" †" if row.collapses else ""), style="bold red" if row.collapses else "bold")
         name.append(f"\n{row.method}" + _size(row), style="not bold dim")
-        cells = ["\n".join(row.numbers(column)).replace("± ", "±") for column in shown]
-        drawn.add_row(name, *(Text(re.sub(r"\((\w+), batch (\w+)\)", r"\1\nb=\2", cell)) for cell in cells))
+        cells = [[part for part in row.numbers(column) if part != f"({row.timed})"] for column in shown]
+        drawn.add_row(name, *(Text("\n".join(parts).replace("± ", "±")) for parts in cells))
     return drawn
 
 
 def _size(row: Row) -> str:
-    (parameters,) = (column for column in COLUMNS if column.key == "parameters")
-    stat = row.stat(parameters)
+    stat = row.stat(by_key("parameters"))
     return f", {stat.mean / 1e6:.2f}M" if stat else ""
