@@ -115,11 +115,11 @@ def write_manifest(folder: Path, names: tuple[str, ...], step: int) -> None:
 def verify_manifest(folder: Path, names: tuple[str, ...]) -> int:
     """The step that `folder` holds, if every file in it is as it was written; else a UserError that names the file."""
     path = folder / MANIFEST
-    manifest = read_json(path)
-    version = manifest.get("version") if isinstance(manifest, dict) else None
+    manifest: Any = read_json(path)
+    manifest = manifest if isinstance(manifest, dict) else {}
+    version, step, files = (manifest.get(key) for key in ("version", "step", "files"))
     if type(version) is int and version > FORMAT_VERSION:
         raise UserError(f"{path} has format {version}, newer than {FORMAT_VERSION}; upgrade tokendepth")
-    step, files = (manifest.get("step"), manifest.get("files")) if isinstance(manifest, dict) else (None, None)
     well_formed = type(step) is int and step >= 0 and isinstance(files, dict) and set(files) == set(names)
     if not well_formed or path.read_bytes() != _manifest_bytes(step, files):
         raise UserError(f"{path} is damaged: it is not what tokendepth wrote")

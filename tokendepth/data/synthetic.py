@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tokendepth.config import DEFAULT_SOURCE_LENGTH
 from tokendepth.data.dataset import NO_LOSS, SPLITS, Batch, Dataset, Split, draw
 from tokendepth.data.tokenizer import BOS, EOS, SEP, SPECIALS, SYMBOLS, SymbolTokenizer
 from tokendepth.errors import UserError
@@ -18,7 +19,7 @@ _STREAM = 20  # fixed, because the data must be the same for every seed of a run
 
 
 class SyntheticDataset(Dataset):
-    def __init__(self, corpus: str, source_length: int) -> None:
+    def __init__(self, corpus: str, source_length: int = DEFAULT_SOURCE_LENGTH) -> None:
         assert corpus in ("copy", "sort")
         assert source_length >= 3, "fewer symbols do not make enough different sources; the config says so"
         self.name = corpus
