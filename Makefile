@@ -32,7 +32,7 @@ lint: $(VENV)/.installed-dev
 # A benchmark of code that fails its tests says nothing, so the tests come first.
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n 2
-	@$(BIN)/tokendepth bench $(ARGS)
+	@$(BIN)/tokendepth bench training $(ARGS)
 
 readme: $(VENV)/.installed-dev
 	@$(BIN)/python -m tokendepth.report.readme

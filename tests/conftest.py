@@ -1,7 +1,6 @@
 """What every test shares: an environment of its own, one thread, and the corpora where they are at hand."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +20,6 @@ else:
     settings.register_profile("tokendepth", deadline=None, derandomize=True, max_examples=25)
     settings.load_profile("tokendepth")
 
-# Read before `_own_environment` hides it.
-_DATA = Path(os.environ.get("TOKENDEPTH_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_environment(tmp_path_factory):
@@ -34,11 +30,3 @@ def _own_environment(tmp_path_factory):
         patch.setenv("TOKENDEPTH_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("MPLBACKEND", "Agg")
         yield
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder with tinyshakespeare.txt and enwik8.xz; the test is skipped where there is none."""
-    if not _DATA.is_dir():
-        pytest.skip(f"no corpora: {_DATA} is not a folder; name one with TOKENDEPTH_DATA")
-    return _DATA

@@ -8,6 +8,7 @@ import pytest
 
 from tokendepth.cli import main
 from tokendepth.config import to_dict
+from tokendepth.errors import UserError
 from tokendepth.recipes import recipe
 from tokendepth.runs import Run, write_json
 
@@ -158,6 +159,43 @@ def test_demo_trains_evaluates_and_reports_and_does_not_repeat_itself(tmp_path, 
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "demo").glob("demo.*/*")} == stamps
 
 
+def test_a_demo_that_is_interrupted_says_so_in_one_line(tmp_path, capsys, monkeypatch):
+    from tokendepth.errors import Interrupted
+
+    def stopped(config, out, **_):
+        raise Interrupted(2, 7, out)
+
+    monkeypatch.setattr("tokendepth.train.train", stopped)
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--out", str(tmp_path)])
+    assert stop.value.code == 130
+    assert "SIGINT after step 7" in capsys.readouterr().err
+
+
+def test_an_evaluation_is_printed_even_where_it_cannot_be_kept(run, capsys, monkeypatch):
+    def full(*_):
+        raise UserError("no space is left")
+
+    monkeypatch.setattr(Run, "write_evaluation", full)
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(run), "--json", "--no-timing"])
+    assert json.loads(capsys.readouterr().out).keys() >= EVALUATION_KEYS
+
+
+def test_bytes_of_one_character_are_printed_together(tmp_path, capsys):
+    (tmp_path / "text").write_text("né à côté " * 100)
+    tiny = [*TINY, "--data.corpus", f"text:{tmp_path / 'text'}", "--data.tokens", "byte", "--train.steps", "60"]
+    main(["train", "demo.dense", *tiny, "--train.lr", "0.01", "--out", str(tmp_path / "run")])
+    capsys.readouterr()
+    main(["generate", str(tmp_path / "run"), "--prompt", "né à ", "--temperature", "0", "--tokens", "40"])
+    assert "ô" in capsys.readouterr().out
+
+
+def test_the_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out.startswith("tokendepth 0.")
+
+
 def test_help_loads_no_torch():
     code = """
 import sys
@@ -209,6 +247,8 @@ TRAIN = ["train", "shakespeare.tsa"]
         ([*TRAIN, "--data.corpus", "text:/no/such/file"], ["/no/such/file", "no such file"]),
         ([*TRAIN, "--data.source-length", "5"], ["data.source_length", "copy and sort"]),
         (["train", "synthetic.copy_tsa", "--model.context", "10"], ["model.context", "10", "at least 42"]),
+        ([*TRAIN, "--resum"], ["--resum", "'--resume'"]),
+        ([*TRAIN, "--ouut", "x"], ["--ouut", "'--out'"]),
         (["evaluate"], ["one run folder"]),
         (["evaluate", "/no/such/run"], ["/no/such/run", "no such run"]),
         (["evaluate", "x", "--split", "train"], ["'train'", "val, test"]),
@@ -230,7 +270,7 @@ def test_cuda_without_cuda(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     line = refused(capsys, *TRAIN, "--train.device", "cuda", "--out", str(tmp_path / "run"))
     assert "cuda" in line
-    assert "--train.device cpu" in line
+    assert "ask for cpu" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -292,7 +332,7 @@ def test_an_output_folder_that_cannot_be_written(capsys, tmp_path, corpus):
     (tmp_path / "file").write_text("in the way")
     line = refused(capsys, *TRAIN, *TINY, "--data.corpus", corpus, "--out", str(tmp_path / "file" / "run"))
     assert "cannot write" in line
-    assert "--out" in line
+    assert "not a folder; choose another" in line
 
 
 def test_a_prompt_with_a_character_that_was_never_seen(run, capsys):

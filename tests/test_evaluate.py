@@ -74,7 +74,7 @@ def test_everything_is_there(tsa):
     found = evaluate(tsa)
     assert found.keys() == {
         "version", "method", "recipe", "corpus", "seed", "split", "tokens", "parameters", "router_parameters",
-        "soft", "hard", "sparse", "tlops_saved_soft", "tlops_skipped", "flops_skipped", "flops_per_token",
+        "soft", "hard", "sparse", "routed", "tlops_saved_soft", "tlops_skipped", "flops_skipped", "flops_per_token",
         "flops_per_token_dense", "decision_flips", "controls", "time", "passage", "env",
     }  # fmt: skip
     for execution in EXECUTIONS:

@@ -23,7 +23,9 @@ GOLDEN = {
 def test_five_steps_on_copy(name):
     method, expected = GOLDEN[name]
     model = ModelConfig(d_model=32, n_layer=3, n_head=4, d_ff=64, context=24, dropout=0.0)
-    config = RunConfig(DataConfig("copy", source_length=10), model, method, TrainConfig(steps=5, batch_size=16, lr=0.01))
+    config = RunConfig(
+        DataConfig("copy", source_length=10), model, method, TrainConfig(steps=5, batch_size=16, lr=0.01)
+    )
     dataset = data.load(config.data)
     config = resolve(config, dataset)
     step = OptimiserStep(build(config).train(), config.train, torch.device("cpu"), Ranks())

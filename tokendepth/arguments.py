@@ -23,7 +23,7 @@ def check(arguments: list[str], commands: dict[str, type]) -> None:
     for flag in [flag for flag in values if flag in own or flag in switches]:
         _check_own(flag, values.pop(flag), own.get(flag, bool), command)
     if "recipe" in positional:
-        _check_recipe(words, values, command)
+        _check_recipe(words, values, command, set(own))
     else:
         for flag in values:
             raise UserError(f"{flag}: unknown option of {command}; {did_you_mean(flag, own) if own else 'drop it'}")
@@ -59,7 +59,7 @@ def _check_own(flag: str, text: str | None, hint: Any, command: str) -> None:
         parse_value(hint, text, flag.removeprefix("--"))
 
 
-def _check_recipe(words: list[str], values: dict[str, str | None], command: str) -> None:
+def _check_recipe(words: list[str], values: dict[str, str | None], command: str, own: set[str]) -> None:
     if not words:
         raise UserError(f"{command} needs a recipe: one of {', '.join(RECIPES)}")
     config = recipe(words[0])
@@ -67,6 +67,8 @@ def _check_recipe(words: list[str], values: dict[str, str | None], command: str)
         raise UserError(f"{words[1]!r}: one recipe at a time; drop it")
     known, changes = options(config), {}
     for flag, text in values.items():
+        if "." not in flag:
+            raise UserError(f"{flag}: unknown option of {command}; {did_you_mean(flag, own)}")
         name = flag.removeprefix("--").replace("-", "_")
         positive = name.replace(".no_", ".")
         if known.get(positive) is bool and text is None:
@@ -87,4 +89,6 @@ def _check_words(words: list[str], hints: list[Any], command: str) -> None:
     expected = "options only" if kind is None else f"one of {', '.join(names)}" if names else "one run folder"
     given = " ".join(words)
     if len(words) != len(hints) or (names and given not in names):
-        raise UserError(f"{command} was given {given or 'nothing'!r}; expected {expected}")
+        raise UserError(
+            f"{command} was given {given or 'nothing'!r}; expected {expected}; see: tokendepth {command} --help"
+        )

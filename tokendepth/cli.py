@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
+import tokendepth
 from tokendepth.arguments import check
 from tokendepth.config import RunConfig
-from tokendepth.errors import UserError
+from tokendepth.errors import Interrupted, UserError
 from tokendepth.recipes import RECIPES, recipe, summary
 
 PARTS = ("data", "model", "method", "train")
@@ -58,7 +59,7 @@ class Demo:
             run = train(recipe(name), self.out / name, resume=True)
             if run.evaluation is None:
                 print(f"{name}: evaluating soft, hard and sparse on the validation text ...", file=sys.stderr)
-                run.write_evaluation(evaluate(run))
+                run.write_evaluation(evaluate(run, device="cpu"))
             runs.append(run)
         page = build(runs, self.out / "report", title="tokendepth demo")
         Console().print(terminal_table(runs))
@@ -76,15 +77,11 @@ class Train:
     """Go on with the run in --out, or start it where there is none: repeat the same line until it is done."""
 
     def __call__(self) -> None:
-        from tokendepth.train import Interrupted, train
+        from tokendepth.train import train
 
         config = _config(self.recipe)
         out = self.out or Path("runs") / f"{config.recipe}-{config.train.seed}"
-        try:
-            run = train(config, out, resume=self.resume)
-        except Interrupted as stopped:
-            print(f"tokendepth: {stopped} --out {out}", file=sys.stderr)
-            sys.exit(stopped.exit_code)
+        run = train(config, out, resume=self.resume)
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"finished: {run.path}; measure it with: tokendepth evaluate {run.path}")
 
@@ -111,19 +108,21 @@ class Evaluate:
 
         run = Run.open(self.run)
         result = evaluate(run, split=self.split, device=self.device, timing=self.timing)
-        if self.split == "val":
-            run.write_evaluation(result)
+        # Printed before it is kept: a full disk must not swallow what took minutes to measure.
         if self.json:
             print(json.dumps(result, allow_nan=False))
-            return
+        else:
+            for name in ("soft", "hard", "sparse", *result["controls"]):
+                figures = result[name] if name in result else result["controls"][name]
+                words = f"{self.split} loss {figures['loss']:.4f}, active fraction {figures['active_fraction']:.3f}"
+                print(f"{name.replace('_', ' '):>21}: {words}")
+            print(f"decisions that differ between hard and sparse: {result['decision_flips']}")
         if self.split == "val":
-            from rich.console import Console
+            run.write_evaluation(result)
+            if not self.json:
+                from rich.console import Console
 
-            Console().print(terminal_table([run]))
-        for execution in ("soft", "hard", "sparse"):
-            figures = result[execution]
-            print(f"{execution:>6}: {self.split} loss {figures['loss']:.4f}, active {figures['active_fraction']:.3f}")
-        print(f"decisions that differ between hard and sparse: {result['decision_flips']}")
+                Console().print(terminal_table([run]))
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class Generate:
     run: tyro.conf.Positional[Path]
     """Run folder."""
     prompt: str = ""
-    """Text to continue; a new line if empty."""
+    """Text to continue; as much of its end as the context holds is read. Empty: the first token of the vocabulary."""
     tokens: int = 200
     """How many tokens to add."""
     temperature: float = 0.8
@@ -223,8 +222,10 @@ class Doctor:
     """Check the installation: what works, what is missing, what to do about it."""
 
     def __call__(self) -> None:
-        from tokendepth.doctor import examine
-
+        try:
+            from tokendepth.doctor import examine
+        except ImportError as error:
+            raise UserError(f"a needed package cannot be imported ({error}); install tokendepth again") from None
         findings = examine()
         for finding in findings:
             mark = "ok  " if finding.ok else "FAIL" if finding.needed else "-   "
@@ -262,13 +263,19 @@ def parse(arguments: list[str]) -> Any:
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments == ["--version"]:
+        print(f"tokendepth {tokendepth.__version__}")
+        return
     try:
         parse(arguments)()
     except UserError as error:
         print(f"tokendepth: {error}", file=sys.stderr)
         sys.exit(2)
+    except Interrupted as stopped:
+        print(f"tokendepth: {stopped}", file=sys.stderr)
+        sys.exit(stopped.exit_code)
     except KeyboardInterrupt:
-        print("tokendepth: interrupted", file=sys.stderr)
+        print("tokendepth: interrupted before there was anything to save", file=sys.stderr)
         sys.exit(130)
     except (
         BrokenPipeError

@@ -116,7 +116,7 @@ class TSAConfig:
     threshold: float = 0.5
     """Hard and sparse execution skip a token whose halting probability exceeds this."""
     skip: Literal["block", "ffn"] = "block"
-    """What sparse execution skips: block = Q, attention rows, output projection and FFN; ffn = the paper's reading."""
+    """What sparse execution skips: block = Q, attention rows, output projection, FFN; ffn = the FFN (the paper)."""
 
     def __post_init__(self) -> None:
         _check_types(self, "method")
@@ -139,7 +139,7 @@ class TrainConfig:
     batch_size: int = 64
     """Sequences per optimiser step, over all ranks and accumulation."""
     accumulate: int = 1
-    """Micro-batches per optimiser step; the result does not depend on it."""
+    """Micro-batches per optimiser step; without dropout the result does not depend on it, but for rounding."""
     lr: float = 3e-4
     """Peak learning rate; falls to a tenth of it along a cosine."""
     weight_decay: float = 0.1
@@ -214,7 +214,7 @@ def from_dict(tree: object) -> RunConfig:
         )
     method = tree.get("method", {})
     if not isinstance(method, dict):
-        raise UserError(f"method is {method!r}; expected a JSON object with a name")
+        raise UserError(f"method is {method!r}; expected a JSON object with a name; restore config.json from a copy")
     method = dict(method)
     name = method.pop("name", None)
     if not isinstance(name, str) or name not in METHOD_CONFIGS:

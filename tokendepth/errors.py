@@ -1,6 +1,7 @@
-"""The one error that a user may see."""
+"""What a user may see instead of a traceback: their mistake, or that they stopped it themselves."""
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -10,6 +11,15 @@ class UserError(ValueError):
     The line names the value, what was expected and the remedy. The command line prints it and exits with code 2;
     every other exception is a bug of ours and keeps its traceback.
     """
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM arrived; everything up to `step` is saved."""
+
+    def __init__(self, number: int, step: int, path: object) -> None:
+        name = signal.Signals(number).name
+        super().__init__(f"{name} after step {step}: {path} is saved; repeat the command with --resume to go on")
+        self.exit_code = 128 + number
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tokendepth import data
 from tokendepth.config import DenseConfig, RunConfig, method_name
 from tokendepth.data import Dataset
-from tokendepth.data.dataset import Split
+from tokendepth.data.dataset import NO_LOSS, Split
 from tokendepth.errors import UserError
 from tokendepth.machine import choose_device, describe_device, environment
 from tokendepth.methods import build
@@ -53,7 +53,7 @@ def measure(model: LanguageModel, stream: Iterator[Batch], forward: Callable[[Te
             logits, flat = out.logits.flatten(0, 1).float(), targets.flatten()
             nats += F.cross_entropy(logits, flat, reduction="none").double().sum().item()
             hits += (logits.argmax(-1) == flat).sum().item()
-            targets_seen += (flat != -100).sum().item()
+            targets_seen += (flat != NO_LOSS).sum().item()
             depth.append(out.trace.totals())
     finally:
         model.train(was_training)
@@ -76,7 +76,7 @@ def load_model(run: Run, device: torch.device) -> LanguageModel:
 def evaluate(run: Run, *, split: Split = "val", device: str = "auto", timing: bool = True) -> dict[str, Any]:
     """Everything `eval.json` holds. Written into the run by the caller, so that asking does not change a run."""
     if split not in ("val", "test"):
-        raise UserError(f"split is {split!r}; expected val or test")
+        raise UserError(f"split is {split!r}; expected val or test; set it with --split")
     config, where = run.config, choose_device(device)
     model, dataset = load_model(run, where), data.load(config.data)
     run.check_corpus(dataset.fingerprint)
@@ -85,23 +85,25 @@ def evaluate(run: Run, *, split: Split = "val", device: str = "auto", timing: bo
         return batches(dataset, split, config.model.context, where)
 
     routers = model.method.routers()
-    decided: dict[Execution, list[Tensor]] = {execution: [] for execution in EXECUTIONS}
+    routed = any(site.routed for site in model.method.sites(keys=1))
+    decided: dict[Execution, list[Tensor]] = {"hard": [], "sparse": []}
 
     def executed(execution: Execution) -> Measured:
         def forward(ids: Tensor) -> Output:
             out = model(ids, execution=execution)
-            decided[execution].append(out.trace.work > 0.5)
+            if execution in decided:
+                decided[execution].append(out.trace.work > 0.5)
             return out
 
         return measure(model, stream(), forward)
 
-    if routers:
+    if routed:
         measured = {execution: executed(execution) for execution in EXECUTIONS}
     else:  # nothing decides, so the three are one computation
         measured = dict.fromkeys(EXECUTIONS, executed("sparse"))
     sparse = measured["sparse"].depth
     # Rounding can tip a router that stands on its threshold; how often it did is part of the result.
-    flips = sum(int((h != s).sum()) for h, s in zip(decided["hard"], decided["sparse"], strict=True)) if routers else 0
+    flips = sum(int((h != s).sum()) for h, s in zip(decided["hard"], decided["sparse"], strict=True)) if routed else 0
     return {
         "version": 1,
         "method": method_name(config.method),
@@ -110,6 +112,7 @@ def evaluate(run: Run, *, split: Split = "val", device: str = "auto", timing: bo
         "seed": config.train.seed,
         "split": split,
         "tokens": sparse.tokens,
+        "routed": routed,
         "parameters": sum(p.numel() for p in model.parameters()),
         "router_parameters": sum(p.numel() for router in routers for p in router.parameters()),
         **{name: _figures(m, dataset, config, split) for name, m in measured.items()},

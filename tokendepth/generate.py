@@ -27,7 +27,7 @@ class Spending:
         rate = len(self.depth) / max(self.seconds, 1e-9)
         return (
             f"{len(self.depth)} tokens, {rate:.0f} tokens/s, active fraction {totals.active_fraction:.3f}, "
-            f"FLOPs skipped {100 * max(0.0, totals.flops_skipped):.1f}%"
+            f"FLOPs skipped {100 * totals.flops_skipped:.1f}%"
         )
 
 
@@ -50,10 +50,11 @@ def generate(
     if run.config.data.corpus in SYNTHETIC_CORPORA and not prompt:
         raise UserError("--prompt is empty; copy and sort continue a source such as '<bos>4a7<sep>'")
     tokenizer = tokenizer_from_dict(read_json(run.path / "tokenizer.json"))
-    ids = tokenizer.encode(prompt or "\n")
+    ids = tokenizer.encode(prompt) or [0]
     model = load_model(run, choose_device(device))
     where = next(model.parameters()).device
     dice = torch.Generator().manual_seed(seed)
+    pending: list[int] = []
     with torch.no_grad():
         for _ in range(tokens):
             start = time.perf_counter()
@@ -65,4 +66,10 @@ def generate(
                 ids.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=dice)))
             spending.depth.append(out.trace.totals())
             spending.seconds += time.perf_counter() - start
-            yield tokenizer.decode(ids[-1:])
+            pending.append(ids[-1])
+            text = tokenizer.decode(pending)
+            # One byte of a character that takes several is not text yet; no character takes more than four.
+            if not text.endswith("\ufffd") or len(pending) == 4:
+                pending.clear()
+                yield text
+    yield tokenizer.decode(pending)

@@ -19,7 +19,7 @@ def choose_device(request: str) -> torch.device:
     if request == "cuda":
         if not torch.cuda.is_available():
             raise UserError(
-                "device is 'cuda', but this machine shows PyTorch no CUDA device; use --train.device cpu or auto"
+                "the device is 'cuda', but this machine shows PyTorch no CUDA device; ask for cpu or auto instead"
             )
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -60,6 +60,8 @@ def commit() -> str:
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
+        if not git("ls-files", "__init__.py"):  # installed inside a checkout of something else
+            return "unknown"
         head = git("rev-parse", "--short=12", "HEAD")
         return head + ("+changes" if head and git("status", "--porcelain", "--", ".") else "") or "unknown"
     except (OSError, subprocess.TimeoutExpired):

@@ -52,7 +52,3 @@ class TrainingProgress:
             rate = f"{self.tokens_per_s:,.0f} tokens/s"
             numbers = f"validation loss {loss:.4f}, active {active_fraction:.3f}, {rate}"
             console.print(f"{self.title}: step {step}/{self.steps}, {numbers}", markup=False, soft_wrap=True)
-
-    def say(self, line: str) -> None:
-        if self.show:
-            console.print(line, markup=False, soft_wrap=True)

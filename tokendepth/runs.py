@@ -38,22 +38,24 @@ Tensors = dict[str, Any]
 def disk_faults(path: Path) -> Iterator[None]:
     """Turn what a disk does to a user into one line."""
     remedies = {
-        errno.ENOSPC: "no space is left on the disk; free some and repeat the command with --resume",
-        errno.EDQUOT: "the disk quota is used up; free some and repeat the command with --resume",
-        errno.EROFS: "the file system is read-only; choose another --out",
-        errno.EACCES: "permission denied; choose another --out or change the permissions",
-        errno.EPERM: "permission denied; choose another --out or change the permissions",
-        errno.ENOTDIR: "a part of this path is a file, not a folder; choose another --out",
-        errno.EEXIST: "a file of that name is in the way; choose another --out",
+        errno.ENOSPC: "no space is left on the disk; free some and repeat the command (a training with --resume)",
+        errno.EDQUOT: "the disk quota is used up; free some and repeat the command (a training with --resume)",
+        errno.EROFS: "the file system is read-only; choose another folder",
+        errno.EACCES: "permission denied; choose another folder or change the permissions",
+        errno.EPERM: "permission denied; choose another folder or change the permissions",
+        errno.ENOTDIR: "a part of this path is a file, not a folder; choose another",
+        errno.EEXIST: "a file of that name is in the way; choose another name",
     }
     try:
         yield
     except OSError as error:
-        remedy = remedies.get(error.errno or 0, f"{error.strerror or error}; choose another --out")
+        remedy = remedies.get(error.errno or 0, f"{error.strerror or error}; choose another folder")
         raise UserError(f"cannot write {path}: {remedy}") from error
 
 
 def _sync_folder(path: Path) -> None:
+    if os.name == "nt":  # Windows opens no folders, and keeps their entries itself
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -175,7 +177,9 @@ class Run:
         if not run.path.is_dir():
             raise UserError(f"{run.path}: no such run folder; train one with tokendepth train RECIPE --out {run.path}")
         if not (run.path / "config.json").is_file():
-            raise UserError(f"{run.path} is not a tokendepth run: it has no config.json")
+            raise UserError(
+                f"{run.path} is not a tokendepth run: it has no config.json; name a folder that was trained"
+            )
         return run
 
     @classmethod
@@ -212,10 +216,12 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
+        path = self.path / "config.json"
+        tree = read_json(path)
         try:
-            return from_dict(read_json(self.path / "config.json"))
+            return from_dict(tree)
         except UserError as error:
-            raise UserError(f"{self.path / 'config.json'}: {error}") from None
+            raise UserError(f"{path}: {error}") from None
 
     # -- metrics: one JSON object a line, in order of steps
 

@@ -1,7 +1,7 @@
 """One optimiser step: the gradient of a global batch, checked before it is applied.
 
-A step's result does not depend on how its batch was cut: losses are sums over tokens divided by the tokens of the whole
-batch, whatever the accumulation and the number of ranks.
+Losses are sums over tokens divided by the tokens of the whole batch, so that without dropout a step's result does not
+depend, but for rounding, on how its batch was cut by accumulation and ranks.
 """
 
 import atexit
@@ -9,6 +9,7 @@ import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.config import TrainConfig
+from tokendepth.data.dataset import NO_LOSS
 from tokendepth.errors import UserError
 from tokendepth.model import Block, LanguageModel
 
@@ -78,10 +80,12 @@ class Stats:
 class OptimiserStep:
     def __init__(self, model: LanguageModel, config: TrainConfig, device: torch.device, ranks: Ranks) -> None:
         self.model, self.config, self.device, self.ranks = model, config, device, ranks
-        bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu and torch.cuda.is_bf16_supported())
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
         self.task_loss = _summed_cross_entropy
-        if config.compile == "on" or (config.compile == "auto" and device.type == "cuda" and config.steps >= 1000):
+        worth_compiling = on_gpu and config.steps >= 1000 and find_spec("triton") is not None
+        if config.compile == "on" or (config.compile == "auto" and worth_compiling):
             self._compile()
         self.graph: torch.cuda.CUDAGraph | None = None
         self._flatten()
@@ -126,8 +130,9 @@ class OptimiserStep:
     def __call__(self, inputs: np.ndarray, targets: np.ndarray, *, step: int, lr: float) -> Stats:
         """Take step number `step` on this rank's part of the global batch."""
         # Dropout is a function of seed, step and rank alone, so that a resumed run needs no saved random state.
-        torch.manual_seed(int(np.random.SeedSequence([self.config.seed, step, self.ranks.rank]).generate_state(1)[0]))
-        self.share.fill_(1 / self.ranks.total(int((targets != -100).sum())))
+        self.dropout_seed = int(np.random.SeedSequence([self.config.seed, step, self.ranks.rank]).generate_state(1)[0])
+        torch.manual_seed(self.dropout_seed)
+        self.share.fill_(1 / self.ranks.total(int((targets != NO_LOSS).sum())))
         self.sums.zero_()
         batch = torch.from_numpy(np.stack([inputs, targets]))
         for micro_batch in batch.chunk(self.config.accumulate, dim=1):
@@ -182,6 +187,7 @@ class OptimiserStep:
         with torch.cuda.graph(graph):
             self._add_gradient(self.held_batch)
         self.sums.copy_(before)
+        torch.manual_seed(self.dropout_seed)  # the passes above have moved it on
         return graph
 
     def _not_finite(self, step: int, loss: float, norm: float) -> str:
@@ -212,7 +218,7 @@ class OptimiserStep:
         flat = {kind: torch.zeros_like(self.gradient) for kind in ("model", *MOMENTS)}
         for kind, buffer in flat.items():
             for (name, parameter), view in zip(self.parameters.items(), self._by_parameter(buffer), strict=True):
-                view.copy_(_fitting(tensors, f"{kind}.{name}", parameter))
+                view.copy_(fitting(tensors, f"{kind}.{name}", parameter))
         for parameter, saved in zip(self.parameters.values(), self._by_parameter(flat["model"]), strict=True):
             parameter.data.copy_(saved)
         done = 0
@@ -232,7 +238,7 @@ def _summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
-def _fitting(tensors: dict[str, np.ndarray], name: str, like: Tensor) -> Tensor:
+def fitting(tensors: dict[str, np.ndarray], name: str, like: Tensor) -> Tensor:
     if name not in tensors or tensors[name].shape != tuple(like.shape):
         raise UserError(
             f"the checkpoint does not fit this model at {name}; it belongs to another run: choose another --out"

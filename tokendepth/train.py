@@ -20,25 +20,17 @@ import torch
 from tokendepth import data
 from tokendepth.config import RunConfig
 from tokendepth.data import Dataset
-from tokendepth.errors import UserError
+from tokendepth.errors import Interrupted, UserError
 from tokendepth.evaluate import Batch, batches, measure
 from tokendepth.machine import choose_device, environment
 from tokendepth.methods import build
-from tokendepth.progress import TrainingProgress
+from tokendepth.progress import TrainingProgress, console
 from tokendepth.runs import Run, write_json
-from tokendepth.step import OptimiserStep, Ranks, Stats, cosine
+from tokendepth.step import OptimiserStep, Ranks, Stats, cosine, fitting
 from tokendepth.trace import DepthTotals
 
 VALIDATION_TOKENS = 2**18
 """Curves are drawn from the first tokens of the split, at most this many; `evaluate` takes all of it."""
-
-
-class Interrupted(Exception):
-    """SIGINT or SIGTERM arrived; everything up to `step` is saved."""
-
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; go on with --resume")
-        self.exit_code = 128 + number
 
 
 class StopSignals:
@@ -100,7 +92,11 @@ class _Training:
             raise UserError(
                 f"{value}; expected a multiple of accumulate x ranks ({parts}); set it with --train.batch-size"
             )
+        if ranks.rank > 0:  # rank 0 first: it fills the cache that the others then share
+            ranks.wait()
         self.dataset = data.load(config.data)
+        if ranks.rank == 0:
+            ranks.wait()
         self.config = resolve(config, self.dataset)
         self.device, self.ranks, self.stop, self.show = device, ranks, StopSignals(), show
         self.writer = None
@@ -116,8 +112,7 @@ class _Training:
     def run_to_end(self) -> Run:
         run, config = self.run, self.config.train
         if run.finished:
-            if self.show:
-                TrainingProgress(run.name, config.steps, config.steps, show=True).say(f"{run.path} is finished already")
+            self._say(f"{run.path} is finished already")
             return run
         self.model = build(self.config).to(self.device).train()
         self.optimiser_step = OptimiserStep(self.model, config, self.device, self.ranks)
@@ -137,16 +132,20 @@ class _Training:
         self.ranks.wait()
         return run
 
+    def _say(self, line: str) -> None:
+        if self.show:
+            console.print(line, markup=False, soft_wrap=True)
+
     def _restore(self) -> int:
         """Load the newest good checkpoint, or start; return how many steps are done."""
         checkpoint, skipped = self.run.load_checkpoint()
         for line in skipped:
-            TrainingProgress(self.run.name, 0, 0, show=self.show).say(line)
+            self._say(line)
         step = 0
         if checkpoint:
             step = checkpoint.step
             self.optimiser_step.load_state(checkpoint.tensors, step)
-            tokens, self.tlops = checkpoint.tensors["progress"].tolist()
+            tokens, self.tlops = fitting(checkpoint.tensors, "progress", torch.zeros(2)).tolist()
             self.tokens, self.saved = int(tokens), step
         if self.ranks.rank == 0:
             self.run.rewind_metrics(step)
@@ -231,7 +230,7 @@ class _Training:
         number = self.ranks.max(self.stop.received)
         if number:
             self._save(step)
-            raise Interrupted(number, step)
+            raise Interrupted(number, step, self.run.path)
 
     def _save(self, step: int) -> None:
         if self.ranks.rank == 0 and self.saved != step:

@@ -141,7 +141,7 @@ def test_each_character_is_a_span_with_both_shades_and_every_router(report):
     page, told = report[1], passage()
     spans = [attrs for attrs in page.all("span") if "--hard" in attrs.get("style", "")]
     assert len(spans) == len(TEXT)
-    assert spans[0]["title"].splitlines()[0] == "F  surprisal —"
+    assert spans[0]["title"].splitlines()[0] == "F  surprisal (soft) —"
     for t in (1, 5, 40):
         lines = spans[t]["title"].splitlines()
         assert lines[0].endswith(f"surprisal {told['surprisal'][t]:.2f} nats")
@@ -252,7 +252,7 @@ def test_user_mistakes_are_one_line(make_run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file; expected a folder"):
         build([run], tmp_path / "file")
-    with pytest.raises(UserError, match="choose another --out"):
+    with pytest.raises(UserError, match="not a folder; choose another"):
         build([run], tmp_path / "file" / "below")
     run.write_evaluation({**tsa_evaluation(), "passage": {**passage(), "hard": [[0, 1]]}})
     with pytest.raises(UserError, match=r"passage\.hard is not 5 rows of \d+ numbers") as caught:

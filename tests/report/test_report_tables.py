@@ -33,7 +33,8 @@ def test_each_number_stands_in_the_column_of_its_mode(make_run):
         "active fraction (hard)": "0.614",
         "token-layer work skipped": "32.2%",
         "FLOPs skipped": "24.9%",
-        "time vs dense (measured speedup)": "1.24x (cpu, batch 8)",
+        "FLOPs per token, executed": "8,300,000",
+        "speed vs dense (measured; above 1 is faster)": "1.24x (cpu, batch 8)",
         "bits per char (hard)": "2.0952",
     }
 
@@ -51,6 +52,7 @@ def test_json_holds_the_evaluation_unrounded(make_run):
         "active_fraction_hard": evaluation["hard"]["active_fraction"],
         "tlops_skipped": evaluation["tlops_skipped"],
         "flops_skipped": evaluation["flops_skipped"],
+        "flops_per_token": evaluation["flops_per_token"],
         "speedup": evaluation["time"]["speedup"],
         "bits_per_character": evaluation["hard"]["bits_per_character"],
         "accuracy": None,

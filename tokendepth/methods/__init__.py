@@ -1,4 +1,4 @@
-"""One paper, one file. To add a method: its file here, its entry in METHODS, its knobs in `config.METHOD_CONFIGS`."""
+"""One paper, one file. A new method: its file here, its entry in METHODS, its knobs beside TSAConfig in config.py."""
 
 import torch
 

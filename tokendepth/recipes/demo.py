@@ -5,7 +5,9 @@ from tokendepth.config import DataConfig, DenseConfig, MethodConfig, ModelConfig
 
 def _run(method: MethodConfig) -> RunConfig:
     model = ModelConfig(d_model=96, n_layer=6, n_head=4, d_ff=384, context=128, dropout=0.0)
-    train = TrainConfig(steps=320, batch_size=16, lr=3e-3, eval_every=80, checkpoint_every=160, log_every=10)
+    train = TrainConfig(
+        steps=320, batch_size=16, lr=3e-3, eval_every=80, checkpoint_every=160, log_every=10, device="cpu"
+    )
     return RunConfig(DataConfig("stdlib"), model, method, train)
 
 

@@ -172,14 +172,14 @@ def active_fraction(table: list[Row]) -> Drawing | None:
                 # Rounding may put the mean of equal values outside them, and a bar of negative length is an error.
                 below = [max(0, mean - min(layer)) for mean, layer in zip(means, layers, strict=True)]
                 above = [max(0, max(layer) - mean) for mean, layer in zip(means, layers, strict=True)]
-                axes.errorbar(range(1, len(layers) + 1), means, [below, above], color=colour(i), **look)
+                axes.errorbar(range(len(layers)), means, [below, above], color=colour(i), **look)
         axes.set_ylim(-0.04, 1.06)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_title(shorten(row.title, 24 if across == 3 else 40))
     for place, axes in enumerate(grid.flat):
         axes.set_visible(place < len(routed))
         if place + across >= len(routed):  # the lowest panel of its column
-            axes.set_xlabel("layer")
+            axes.set_xlabel("block (0 is the stem)")
     for axes in grid[:, 0]:
         axes.set_ylabel("active fraction")
     keys = [Line2D([], [], color=INK, **look) for look in MODES.values()]

@@ -89,7 +89,9 @@ def _passage(record: Record, passage: Passage, maps: dict[Path, Drawing]) -> dic
 def _tip(passage: Passage, t: int) -> str:
     """What is known of one token, a line per router."""
     surprisal = passage.surprisal[t]
-    lines = [f"{visible(passage.pieces[t])}  surprisal " + (DASH if surprisal is None else f"{surprisal:.2f} nats")]
+    lines = [
+        f"{visible(passage.pieces[t])}  surprisal (soft) " + (DASH if surprisal is None else f"{surprisal:.2f} nats")
+    ]
     for s, site in enumerate(passage.sites):
         keep = [] if passage.soft is None else [f"keep {passage.soft[s][t]:.2f}"]
         decision = [] if passage.hard is None else ["active" if passage.hard[s][t] else "halted"]

@@ -27,7 +27,9 @@ def _training_table(path: Path) -> str:
     for row in read_rows(path):
         if row["benchmark"] == "whole run":
             lines.append(f"\n{row['recipe']}, {row['steps']:,} steps on {row['device']}: {row['seconds']:.1f} s, ")
-            lines[-1] += f"start-up, compilation and validation included ({row['seconds_stepping']:.1f} s of stepping)."
+            lines[-1] += (
+                f"start-up, compilation and validation included (steps alone about {row['seconds_stepping']:.1f} s at the median rate)."
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokendepth.config import DenseConfig, RunConfig
+from tokendepth.config import RunConfig
 from tokendepth.errors import UserError
 from tokendepth.runs import Run
 
@@ -65,7 +65,9 @@ class Record:
 
     @property
     def routed(self) -> bool:
-        return not isinstance(self.config.method, DenseConfig)
+        """Whether anything decides; a run that was not evaluated does not say, and counts as if."""
+        said = self.field("routed")
+        return said if isinstance(said, bool) else self.number("router_parameters") != 0
 
     @property
     def corpus(self) -> str:

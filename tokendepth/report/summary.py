@@ -56,8 +56,8 @@ class Column:
     """Shown only where some run has it."""
 
 
-def _soft(*keys: str) -> Callable[[Record], float | None]:
-    """Nothing is gated in a dense model, so it has no soft figures, whatever its evaluation repeats there."""
+def _routed(*keys: str) -> Callable[[Record], float | None]:
+    """A model that decides nothing has no soft figures and is not faster than itself, whatever its evaluation holds."""
     return lambda record: record.number(*keys) if record.routed else None
 
 
@@ -67,19 +67,21 @@ def _executed(*keys: str) -> Callable[[Record], float | None]:
 
 COLUMNS = (
     Column("parameters", "", "params", "params", _executed("parameters"), ",.0f"),
-    Column("loss_soft", "soft", "loss (soft)", "loss", _soft("soft", "loss"), ".4f"),
+    Column("loss_soft", "soft", "loss (soft)", "loss", _routed("soft", "loss"), ".4f"),
     Column("active_fraction_soft", "soft", "active fraction (soft)", "active fraction",
-           _soft("soft", "active_fraction"), ".3f"),
+           _routed("soft", "active_fraction"), ".3f"),
     Column("tlops_saved_soft", "soft", "TLOps saved (soft, weighting only)", "TLOps saved (weighting only)",
-           _soft("tlops_saved_soft"), ".1%"),
+           _routed("tlops_saved_soft"), ".1%"),
     Column("loss_hard", "executed", "loss (hard = sparse)", "loss", _executed("hard", "loss"), ".4f"),
     Column("active_fraction_hard", "executed", "active fraction (hard)", "active fraction",
            _executed("hard", "active_fraction"), ".3f"),
     Column("tlops_skipped", "executed", "token-layer work skipped", "token-layer work skipped",
            _executed("tlops_skipped"), ".1%"),
     Column("flops_skipped", "executed", "FLOPs skipped", "FLOPs skipped", _executed("flops_skipped"), ".1%"),
-    Column("speedup", "executed", "time vs dense (measured speedup)", "time vs dense (speedup)",
-           _executed("time", "speedup"), ".2f"),
+    Column("flops_per_token", "executed", "FLOPs per token, executed", "FLOPs per token",
+           _executed("flops_per_token"), ",.0f"),
+    Column("speedup", "executed", "speed vs dense (measured; above 1 is faster)", "speed vs dense (above 1 is faster)",
+           _routed("time", "speedup"), ".2f"),
     Column("bits_per_character", "executed", "bits per char (hard)", "bits per char",
            _executed("hard", "bits_per_character"), ".4f"),
     Column("accuracy", "executed", "accuracy (hard)", "accuracy", _executed("hard", "accuracy"), ".4f", optional=True),
