@@ -188,7 +188,7 @@ def test_bytes_of_one_character_are_printed_together(tmp_path, capsys):
     main(["train", "demo.dense", *tiny, "--train.lr", "0.01", "--out", str(tmp_path / "run")])
     capsys.readouterr()
     main(["generate", str(tmp_path / "run"), "--prompt", "né à ", "--temperature", "0", "--tokens", "40"])
-    assert "ô" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("é") > 2, "two bytes, one character"
 
 
 def test_the_version(capsys):

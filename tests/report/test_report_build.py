@@ -144,7 +144,7 @@ def test_each_character_is_a_span_with_both_shades_and_every_router(report):
     assert spans[0]["title"].splitlines()[0] == "F  surprisal (soft) —"
     for t in (1, 5, 40):
         lines = spans[t]["title"].splitlines()
-        assert lines[0].endswith(f"surprisal {told['surprisal'][t]:.2f} nats")
+        assert lines[0].endswith(f"surprisal (soft) {told['surprisal'][t]:.2f} nats")
         for s in range(5):
             decision = "active" if told["hard"][s][t] else "halted"
             assert lines[1 + s] == f"block {s + 2}: keep {told['soft'][s][t]:.2f}, {decision}"

@@ -26,10 +26,9 @@ def _training_table(path: Path) -> str:
     lines += [_training_line(row) for row in read_rows(path) if row["benchmark"] == "training step"]
     for row in read_rows(path):
         if row["benchmark"] == "whole run":
-            lines.append(f"\n{row['recipe']}, {row['steps']:,} steps on {row['device']}: {row['seconds']:.1f} s, ")
-            lines[-1] += (
-                f"start-up, compilation and validation included (steps alone about {row['seconds_stepping']:.1f} s at the median rate)."
-            )
+            run = f"{row['recipe']}, {row['steps']:,} steps on {row['device']}: {row['seconds']:.1f} s"
+            steps = f"the steps alone about {row['seconds_stepping']:.1f} s at their median rate"
+            lines.append(f"\n{run}, start-up, compilation and validation included; {steps}.")
     return "\n".join(lines) + "\n"
 
 
