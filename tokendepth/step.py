@@ -5,6 +5,7 @@ depend, but for rounding, on how its batch was cut by accumulation and ranks.
 """
 
 import atexit
+import contextlib
 import math
 import os
 from dataclasses import dataclass
@@ -85,17 +86,22 @@ class OptimiserStep:
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
         self.task_loss = _summed_cross_entropy
         worth_compiling = on_gpu and config.steps >= 1000 and find_spec("triton") is not None
-        if config.compile == "on" or (config.compile == "auto" and worth_compiling):
+        self.compiled = config.compile == "on" or (config.compile == "auto" and worth_compiling)
+        if self.compiled:
             self._compile()
         self.graph: torch.cuda.CUDAGraph | None = None
         self._flatten()
 
     def _compile(self) -> None:
-        """Compile the blocks rather than the model: they are alike, so that once does for all, in seconds."""
+        """Compile the blocks rather than the model: they are alike, so that one compilation does for all."""
         for module in self.model.modules():
             if isinstance(module, Block):
                 module.compile()
         self.task_loss = torch.compile(_summed_cross_entropy)
+
+    def uncompiled(self) -> contextlib.AbstractContextManager:
+        """Where the model runs as written: compiled code is for the one shape of a training batch."""
+        return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     def _flatten(self) -> None:
         """Make every weight a view of one buffer, and every gradient of another, the decayed ones first.

@@ -196,8 +196,7 @@ class _Training:
         due = step > 0 and (step % every == 0 or step == self.config.train.steps)
         if not due or step in self.validated or self.ranks.rank != 0:
             return
-        # Compiled code is for the one shape of a training batch; a validation has others.
-        with self.optimiser_step.autocast, torch.compiler.set_stance("force_eager"):
+        with self.optimiser_step.autocast, self.optimiser_step.uncompiled():
             measured = measure(self.model, self._validation_stream(), self.model)
         if self.stop.received:  # cut short: not a number to keep; the resumed run repeats it
             return
