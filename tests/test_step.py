@@ -384,3 +384,22 @@ def test_every_weight_and_gradient_is_aligned_in_its_buffer():
     first = min(p.data_ptr() for p in step.parameters.values())
     assert {(p.data_ptr() - first) % 256 for p in step.parameters.values()} == {0}
     assert {(g.data_ptr() - step.gradient.data_ptr()) % 256 for g in step.gradients} == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the compiler's own warnings are none of ours
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_blocks_compute_the_same_and_are_compiled_once(method):
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    results = []
+    for compiled in ("off", "on"):
+        step = optimiser(config(method, compile=compiled, dropout=0.0))
+        results.append([step(*batch(), step=number, lr=0.01) for number in range(3)])
+    # One graph for the loss, one for blocks with a gate, one for blocks without.
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == (2 if method == "dense" else 3)
+    for plain, fused in zip(*results, strict=True):
+        assert fused.task == pytest.approx(plain.task, rel=1e-5)
+        assert fused.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
