@@ -228,7 +228,7 @@ TRAIN = ["train", "shakespeare.tsa"]
         (["trian"], ["'trian'", "'train'"]),
         (["train"], ["recipe", "shakespeare.tsa"]),
         (["train", "shakespeare.tza"], ["'shakespeare.tza'", "'shakespeare.tsa'"]),
-        (["train", "shakespeare.tsa", "enwik8.tsa"], ["'enwik8.tsa'", "one recipe"]),
+        (["train", "shakespeare.tsa", "enwik8.tsa"], ["'enwik8.tsa'", "one recipe", "--out"]),
         ([*TRAIN, "--train.stepz", "3"], ["--train.stepz", "'--train.steps'"]),
         ([*TRAIN, "--train.steps"], ["--train.steps", "value"]),
         ([*TRAIN, "--train.steps", "ten"], ["'ten'", "whole number"]),

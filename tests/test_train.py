@@ -204,7 +204,11 @@ def test_nothing_is_printed_where_nothing_is_to_be_shown(tmp_path, capfd):
     train(tiny(tmp_path), tmp_path / "shown")
     out, err = capfd.readouterr()
     assert out == ""
-    assert [line.split(",")[0] for line in err.splitlines()] == ["shown: step 4/8", "shown: step 8/8"]
+    assert [line.split(",")[0] for line in err.splitlines()] == [
+        "shown: training",
+        "shown: step 4/8",
+        "shown: step 8/8",
+    ]
 
 
 # --- stopping and going on --------------------------------------------------------------------------------------------
@@ -291,7 +295,11 @@ def test_damaged_checkpoints_are_passed_over_in_one_line_each_and_the_end_is_the
         (folder / "state.safetensors").write_bytes(content)
     capsys.readouterr()
     assert_same_result(train(config, tmp_path / "run", resume=True), expected)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "validation loss" not in line]
+    lines = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "validation loss" not in line and ": training, " not in line
+    ]
     assert len(lines) == damaged
     for line, folder in zip(lines, folders, strict=True):
         assert str(folder / "state.safetensors") in line

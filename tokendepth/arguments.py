@@ -64,7 +64,8 @@ def _check_recipe(words: list[str], values: dict[str, str | None], command: str,
         raise UserError(f"{command} needs a recipe: one of {', '.join(RECIPES)}")
     config = recipe(words[0])
     if len(words) > 1:
-        raise UserError(f"{words[1]!r}: one recipe at a time; drop it")
+        folder = "; a run folder is named by --out" if "--out" in own else ""
+        raise UserError(f"{words[1]!r}: {command} takes one recipe and options; drop it{folder}")
     known, changes = options(config), {}
     for flag, text in values.items():
         if "." not in flag:
@@ -89,6 +90,5 @@ def _check_words(words: list[str], hints: list[Any], command: str) -> None:
     expected = "options only" if kind is None else f"one of {', '.join(names)}" if names else "one run folder"
     given = " ".join(words)
     if len(words) != len(hints) or (names and given not in names):
-        raise UserError(
-            f"{command} was given {given or 'nothing'!r}; expected {expected}; see: tokendepth {command} --help"
-        )
+        found = f"was given {given!r}" if given else "was given no words"
+        raise UserError(f"{command} {found}; expected {expected}; see: tokendepth {command} --help")

@@ -12,7 +12,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import tyro
 
@@ -33,7 +33,11 @@ def _recipe_choice(name: str) -> Any:
     return Annotated[choice, tyro.conf.subcommand(name, description=summary(name), prefix_name=False)]
 
 
-Recipe = Annotated[Union[tuple(_recipe_choice(name) for name in RECIPES)], tyro.conf.arg(name="")]  # noqa: UP007
+if TYPE_CHECKING:
+    Recipe = Any  # a union that is made at run time is no type to a static checker
+else:
+    _CHOICES = Union[tuple(_recipe_choice(name) for name in RECIPES)]  # noqa: UP007
+    Recipe = Annotated[_CHOICES, tyro.conf.arg(name="")]
 
 
 def _config(chosen: Any) -> RunConfig:
@@ -63,6 +67,7 @@ class Demo:
             runs.append(run)
         page = build(runs, self.out / "report", title="tokendepth demo")
         Console().print(terminal_table(runs))
+        print("Two minutes of training show how it works, not which model is better; the README has results.")
         print(f"The report with curves and heat maps: {page.resolve()}")
 
 
@@ -70,7 +75,7 @@ class Demo:
 class Train:
     """Train a recipe. Everything in it can be overridden: --train.steps 100 --method.depth-penalty 0.05."""
 
-    recipe: Recipe  # pyright: ignore[reportInvalidTypeForm]
+    recipe: Recipe
     out: Path | None = None
     """Run folder; by default runs/RECIPE-SEED."""
     resume: bool = False
@@ -129,7 +134,7 @@ class Evaluate:
 class Describe:
     """Parameters, FLOPs per token and memory of a recipe, before anything is trained."""
 
-    recipe: Recipe  # pyright: ignore[reportInvalidTypeForm]
+    recipe: Recipe
     json: bool = False
     """Print one JSON object instead of lines."""
 
@@ -272,7 +277,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"tokendepth: {error}", file=sys.stderr)
         sys.exit(2)
     except Interrupted as stopped:
-        print(f"tokendepth: {stopped}", file=sys.stderr)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"tokendepth: {stopped}", file=sys.stderr)
         sys.exit(stopped.exit_code)
     except KeyboardInterrupt:
         print("tokendepth: interrupted before there was anything to save", file=sys.stderr)

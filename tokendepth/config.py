@@ -62,6 +62,8 @@ class DataConfig:
             )
         if not self.corpus.startswith("text:") and self.corpus not in CORPORA:
             hint = did_you_mean(self.corpus, (*CORPORA, "text:PATH"))
+            if any(sign in self.corpus for sign in "/\\."):
+                hint = f"a file of yours is named 'text:{self.corpus}'"
             raise UserError(f"data.corpus is {self.corpus!r}: no such corpus; {hint} (set it with --data.corpus)")
         if self.source_length is not None:
             expected = "no value, since only copy and sort have a source length"
@@ -98,8 +100,11 @@ class ModelConfig:
             _check_range(f"model.{name}", getattr(self, name), 1, 1_000_000)
         _check_range("model.vocab_size", self.vocab_size, 0, 10_000_000)
         _check_range("model.dropout", self.dropout, 0, 1, below=True)
-        expected = f"a multiple of model.n_head ({self.n_head})"
-        _check(self.d_model % self.n_head == 0, "model.d_model", self.d_model, expected)
+        if self.d_model % self.n_head:
+            raise UserError(
+                f"model.d_model is {self.d_model}; expected a multiple of model.n_head ({self.n_head}); "
+                "set --model.d-model or --model.n-head"
+            )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ class TrainingProgress:
 
     def __enter__(self) -> "TrainingProgress":
         self.bar.start()
+        if self.show and not self.live:
+            console.print(f"{self.title}: training, {self.steps} steps", markup=False, soft_wrap=True)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

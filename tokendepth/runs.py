@@ -174,12 +174,14 @@ class Run:
     def open(cls, path: str | Path) -> "Run":
         """An existing run; a UserError where there is none."""
         run = cls(Path(path))
+        if run.path.is_file():
+            raise UserError(f"{run.path} is a file; expected a run folder; name the folder")
         if not run.path.is_dir():
             raise UserError(f"{run.path}: no such run folder; train one with tokendepth train RECIPE --out {run.path}")
         if not (run.path / "config.json").is_file():
-            raise UserError(
-                f"{run.path} is not a tokendepth run: it has no config.json; name a folder that was trained"
-            )
+            inside = sorted(str(config.parent) for config in run.path.glob("*/config.json"))
+            remedy = f"it holds runs: {', '.join(inside[:3])}" if inside else "name a folder that is one"
+            raise UserError(f"{run.path} is not a tokendepth run: it has no config.json; {remedy}")
         return run
 
     @classmethod

@@ -4,8 +4,8 @@ Losses are sums over tokens divided by the tokens of the whole batch, so that wi
 depend, but for rounding, on how its batch was cut by accumulation and ranks.
 """
 
-import atexit
 import contextlib
+import itertools
 import math
 import os
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from tokendepth.errors import UserError
 from tokendepth.model import Block, LanguageModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_groups = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,17 @@ class Ranks:
     def join(cls, device: torch.device) -> "Ranks":
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
-        if not dist.is_initialized():  # once a process: torchrun's rendezvous does not work twice
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
-            atexit.register(dist.destroy_process_group)
-        return cls(dist.get_rank(), dist.get_world_size())
+        store, rank, world = next(iter(dist.rendezvous("env://")))
+        # A name of its own for each group: what an earlier one of this process left in the store is not for this one.
+        store = dist.PrefixStore(f"tokendepth-{next(_groups)}", store)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5))
+        return cls(rank, world)
+
+    def leave(self) -> None:
+        """While the interpreter is whole: at exit the group's threads would be torn down under it."""
+        if self.world > 1:
+            dist.destroy_process_group()
 
     def sum(self, value: Tensor) -> Tensor:
         """In place, over all ranks."""

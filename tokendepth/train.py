@@ -71,9 +71,12 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: boo
     """Train `config` into the folder `out`. `resume` goes on with what is there and starts afresh where nothing is."""
     device = choose_device(config.train.device)
     ranks = Ranks.join(device)
-    training = _Training(config, Path(out), resume, show and ranks.rank == 0, device, ranks)
-    with training.stop:  # from here on there is something to save
-        return training.run_to_end()
+    try:
+        training = _Training(config, Path(out), resume, show and ranks.rank == 0, device, ranks)
+        with training.stop:  # from here on there is something to save
+            return training.run_to_end()
+    finally:
+        ranks.leave()
 
 
 class _Training:

@@ -62,7 +62,9 @@ HEADINGS = {
     "accuracy": "accu-\nracy",
 }
 """What fits a terminal of 80 columns: the parameters go below the run's name, the bits per character are left out."""
-LEGEND = "soft: a weighting, all is computed; the rest was executed. work: token-layer operations."
+LEGEND = (
+    "soft: a weighting, all is computed; the rest was executed. work: token-layer operations, the first block included."
+)
 
 
 def terminal_table(runs: list[Run]) -> "Table":

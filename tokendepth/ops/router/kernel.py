@@ -188,8 +188,8 @@ def _gradients(
     blocks = triton.cdiv(row_blocks, max(1, PROGRAMS // pieces))  # for one program, as many for each
     programs = triton.cdiv(row_blocks, blocks)
     width = hidden * d + 2 * hidden + 1
-    pitch = triton.cdiv(width, 32) * 32  # rows of whole cache lines
-    partial = h.new_empty((programs, pitch), dtype=torch.float32)
+    pitch = -(-width // 32) * 32  # rows of whole cache lines
+    partial = h.new_empty((int(programs), pitch), dtype=torch.float32)
     launch |= {"STRIDE": flat.stride(0), "PITCH": pitch, "BLOCK_K": min(launch["BLOCK_K"], launch["BLOCK_D"])}
     reduce: dict[str, Any] = REDUCE | {"D": d, "HIDDEN": hidden, "PITCH": pitch}
     operands = grad.contiguous(), flat, w1.contiguous(), b1.contiguous(), w2.contiguous()
