@@ -294,7 +294,7 @@ def test_rule_finds_the_offender(rule, path, source):
         (confinement_problems, "ops/compact/kernel.py", "import triton"),
         (size_problems, "model.py", "x\n" * LONGEST_FILE),
         (pickle_problems, "runs.py", '"""No pickle, no torch.load(."""\nread(path, weights_only=True)'),
-        (private_path_problems, "README.md", "docs/home/x ../work/x example.org/root/ $(TOP)/work/"),
+        (private_path_problems, "README.md", "docs/home/x ../home/x example.org/root/ $(TOP)/home/"),
     ],
 )
 def test_rule_lets_the_innocent_pass(rule, path, source):

@@ -15,15 +15,6 @@ each_size = pytest.mark.parametrize("size", SIZES, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", EPSILON, ids=["float64", "float32"])
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """Memory that is allocated and not written holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def inputs(size: tuple[int, int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     rng = torch.Generator().manual_seed(seed)
     h, update = torch.randn(2, *size, generator=rng, dtype=torch.float64).to(dtype)

@@ -27,15 +27,6 @@ each_dtype = pytest.mark.parametrize("dtype", ROUNDING, ids=["float64", "float32
 masked = pytest.mark.parametrize("with_mask", [False, True], ids=["all keys", "key_valid"])
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """Memory that is allocated and not written holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def inputs(size: tuple[int, ...], which: str, *, mask: bool = False) -> tuple[Tensor, ...]:
     """q, k, v, active and key_valid (or None), in float64."""
     batch, time, cached, heads, width = size
