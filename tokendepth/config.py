@@ -164,7 +164,7 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the matrix products while training; auto is bfloat16 on a GPU, float32 on a CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile; auto is on for runs of 1,000 steps or more on a GPU."""
+    """torch.compile; auto is on where it repays its start: runs of 25,000 steps or more on a GPU."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder (needs the extra `tensorboard`)."""
 

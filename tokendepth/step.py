@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from tokendepth.config import TrainConfig
 from tokendepth.data.dataset import NO_LOSS
 from tokendepth.errors import UserError
-from tokendepth.model import Block, LanguageModel
+from tokendepth.model import LanguageModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+STEPS_THAT_REPAY_COMPILING = 25_000
+"""Compiling takes half a minute and saves about a millisecond a step (docs/LOG.md)."""
 _groups = itertools.count()
 
 
@@ -92,20 +94,11 @@ class OptimiserStep:
         on_gpu = device.type == "cuda"
         bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu and torch.cuda.is_bf16_supported())
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
-        self.task_loss = _summed_cross_entropy
-        worth_compiling = on_gpu and config.steps >= 1000 and find_spec("triton") is not None
+        worth_compiling = on_gpu and config.steps >= STEPS_THAT_REPAY_COMPILING and find_spec("triton") is not None
         self.compiled = config.compile == "on" or (config.compile == "auto" and worth_compiling)
-        if self.compiled:
-            self._compile()
+        self.losses = torch.compile(self._losses) if self.compiled else self._losses
         self.graph: torch.cuda.CUDAGraph | None = None
         self._flatten()
-
-    def _compile(self) -> None:
-        """Compile the blocks rather than the model: they are alike, so that one compilation does for all."""
-        for module in self.model.modules():
-            if isinstance(module, Block):
-                module.compile()
-        self.task_loss = torch.compile(_summed_cross_entropy)
 
     def uncompiled(self) -> contextlib.AbstractContextManager:
         """Where the model runs as written: compiled code is for the one shape of a training batch."""
@@ -143,6 +136,12 @@ class OptimiserStep:
 
     def __call__(self, inputs: np.ndarray, targets: np.ndarray, *, step: int, lr: float) -> Stats:
         """Take step number `step` on this rank's part of the global batch."""
+        self.begin(inputs, targets, step=step)
+        return self.finish(lr=lr)
+
+    def begin(self, inputs: np.ndarray, targets: np.ndarray, *, step: int) -> None:
+        """Ask for the gradient of step number `step`. A GPU is still at work on it when this returns."""
+        self.step = step
         # Dropout is a function of seed, step and rank alone, so that a resumed run needs no saved random state.
         self.dropout_seed = int(np.random.SeedSequence([self.config.seed, step, self.ranks.rank]).generate_state(1)[0])
         torch.manual_seed(self.dropout_seed)
@@ -152,10 +151,13 @@ class OptimiserStep:
         for micro_batch in batch.chunk(self.config.accumulate, dim=1):
             self._accumulate(micro_batch)
         self.ranks.sum(self.sums)
+
+    def finish(self, *, lr: float) -> Stats:
+        """Wait for the gradient, check it and apply it."""
         *seen, grad_norm = torch.cat([self.stats, self.gradient.norm()[None]]).tolist()
         task, depth, *work = seen
         if not math.isfinite(task + depth + grad_norm):
-            raise UserError(self._not_finite(step, task, grad_norm))
+            raise UserError(self._not_finite(self.step, task, grad_norm))
         if grad_norm > self.config.clip:
             self.gradient.mul_(self.config.clip / grad_norm)
         for group in self.adam.param_groups:
@@ -167,14 +169,14 @@ class OptimiserStep:
         """`[task, depth, work per site...]` of one micro-batch, as its part of the whole batch."""
         with self.autocast:
             out = self.model(inputs)
-        task = self.task_loss(out.logits, targets) * self.share
+        task = F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") * self.share
         # Micro-batches are of one size, so the mean over the batch is the mean of their means.
         parts = self.config.accumulate * self.ranks.world
         depth = sum(out.losses.values(), torch.zeros_like(task)) / parts
         return torch.cat([torch.stack([task, depth]), out.trace.work.sum((1, 2))])
 
     def _add_gradient(self, batch: Tensor) -> None:
-        losses = self._losses(batch[0], batch[1])
+        losses = self.losses(batch[0], batch[1])
         torch._foreach_add_(self.gradients, torch.autograd.grad(losses[:2].sum(), list(self.parameters.values())))
         self.stats.add_(losses.detach())
 
@@ -246,10 +248,6 @@ class OptimiserStep:
 def _room(parameter: Tensor) -> int:
     """Its place in a flat buffer, up to a multiple of 256 bytes: compiled code takes weights to be aligned."""
     return -(-parameter.numel() // 64) * 64
-
-
-def _summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
 def fitting(tensors: dict[str, np.ndarray], name: str, like: Tensor) -> Tensor:

@@ -120,6 +120,7 @@ class _Training:
         self.model = build(self.config).to(self.device).train()
         self.optimiser_step = OptimiserStep(self.model, config, self.device, self.ranks)
         self.tokens, self.tlops, self.saved = 0, 0.0, None
+        self.next_batch: tuple[np.ndarray, np.ndarray] | None = None
         first = self._restore()
         with (
             contextlib.closing(self.writer) if self.writer else contextlib.nullcontext(),
@@ -167,16 +168,11 @@ class _Training:
     def _step(self, step: int) -> None:
         """Take step number `step` (from 0) and write down what is due after it."""
         config = self.config.train
-        inputs, targets = self.dataset.train_batch(
-            seed=config.seed,
-            step=step,
-            batch_size=config.batch_size,
-            context=self.config.model.context,
-            rank=self.ranks.rank,
-            world=self.ranks.world,
-        )
+        inputs, targets = self.next_batch or self._batch(step)
+        self.optimiser_step.begin(inputs, targets, step=step)
+        self.next_batch = self._batch(step + 1)  # while a GPU is busy
         lr = cosine(step, config.steps, config.lr)
-        stats = self.optimiser_step(inputs, targets, step=step, lr=lr)
+        stats = self.optimiser_step.finish(lr=lr)
         done, tokens = step + 1, inputs.size * self.ranks.world
         self.tokens += tokens
         self.tlops += sum(stats.work)
@@ -189,6 +185,17 @@ class _Training:
         self._validate_if_due(done)
         if done % config.checkpoint_every == 0 or done == config.steps:
             self._save(done)
+
+    def _batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        config = self.config.train
+        return self.dataset.train_batch(
+            seed=config.seed,
+            step=step,
+            batch_size=config.batch_size,
+            context=self.config.model.context,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+        )
 
     def _active_fraction(self, stats: Stats, tokens: int) -> float:
         routed = tuple(site.routed for site in self.model.method.sites(keys=1))

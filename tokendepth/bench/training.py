@@ -47,7 +47,8 @@ def _training_step(shape: str, device: torch.device, repeats: int) -> Row:
     times: dict[str, list[float]] = {"dense": [], "tsa": []}
     steps = {}
     for name, method in (("dense", DenseConfig()), ("tsa", TSAConfig())):
-        config = RunConfig(model=model, method=method, train=TrainConfig(batch_size=batch))
+        train_config = TrainConfig(batch_size=batch, compile="on" if device.type == "cuda" else "off")
+        config = RunConfig(model=model, method=method, train=train_config)
         steps[name] = OptimiserStep(build(config).to(device).train(), config.train, device, Ranks())
     for repeat in range(repeats + 3):
         for name, step in steps.items():
