@@ -21,7 +21,7 @@ LAYERS: tuple[set[str], ...] = (
     {"cli"},
     {"arguments"},
     {"recipes", "report", "hf", "serve", "analysis", "bench"},
-    {"sweep", "train", "step", "progress", "evaluate", "generate", "describe", "doctor"},
+    {"sweep", "calibrate", "train", "step", "progress", "evaluate", "generate", "describe", "doctor"},
     {"model", "cache", "methods", "data"},
     {"ops"},
     {"config", "runs", "results", "trace", "errors", "machine"},

@@ -236,7 +236,7 @@ TRAIN = ["train", "shakespeare.tsa"]
         ([*TRAIN, "--train.lr", "nan"], ["train.lr", "nan"]),
         ([*TRAIN, "--train.device", "gpu"], ["'gpu'", "cuda"]),
         (["train", "shakespeare.dense", "--method.depth-penalty", "1"], ["--method.depth-penalty", "tsa", "dense"]),
-        (["train", "shakespeare.dense", "--method.budget", "1"], ["--method.budget", "dense has no options"]),
+        (["train", "shakespeare.dense", "--method.colour", "1"], ["--method.colour", "dense has no options"]),
         ([*TRAIN, "--method.depth-penalty", "-1"], ["method.depth_penalty", "-1"]),
         ([*TRAIN, "--method.threshold", "1.5"], ["method.threshold", "1.5", "0 to 1"]),
         ([*TRAIN, "--model.dropout", "1"], ["model.dropout", "1.0", "exclusive"]),

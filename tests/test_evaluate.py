@@ -75,7 +75,7 @@ def test_everything_is_there(tsa):
     assert found.keys() == {
         "version", "method", "recipe", "corpus", "seed", "split", "tokens", "parameters", "router_parameters",
         "soft", "hard", "sparse", "routed", "tlops_saved_soft", "tlops_skipped", "flops_skipped", "flops_per_token",
-        "flops_per_token_dense", "decision_flips", "controls", "time", "passage", "env",
+        "flops_per_token_dense", "decision_flips", "controls", "time", "passage", "env", "has_soft", "curve",
     }  # fmt: skip
     for execution in EXECUTIONS:
         assert found[execution].keys() >= {"loss", "active_fraction", "active_fraction_per_site"}

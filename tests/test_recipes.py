@@ -33,7 +33,7 @@ def test_two_steps(name):
     dataset = data.load(config.data)
     config = resolve(config, dataset)
     model = build(config).train()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
     take_step = OptimiserStep(model, config.train, torch.device("cpu"), Ranks())
     # The same batch twice: the second loss must have fallen. A step of AdamW moves each weight by its learning rate,
     # which on these models is worth some hundredths of a nat; dropout at 0.1 makes a thousandth.
@@ -49,7 +49,7 @@ def test_two_steps(name):
         assert all(math.isfinite(number) for number in (stats.task, stats.depth, stats.grad_norm, *stats.work))
         assert stats.grad_norm > 0
         assert (stats.depth > 0) == (method_name(config.method) != "dense")
-    for key, value in model.state_dict().items():
+    for key, value in model.named_parameters():
         assert value.isfinite().all(), key
         assert not torch.equal(value, before[key]), key
 

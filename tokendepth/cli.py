@@ -103,6 +103,10 @@ class Evaluate:
     """Where to measure."""
     timing: bool = True
     """Also time the forward pass against a router-free dense model."""
+    budget: float | None = None
+    """Execute a budget-routed run at this budget instead of its own; the result is printed, not kept in the run."""
+    curve: bool = False
+    """Also execute a budget-routed run at budgets from 0.2 to 1, for the report."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -112,7 +116,8 @@ class Evaluate:
         from tokendepth.runs import Run
 
         run = Run.open(self.run)
-        result = evaluate(run, split=self.split, device=self.device, timing=self.timing)
+        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "json")}
+        result = evaluate(run, **settings)
         # Printed before it is kept: a full disk must not swallow what took minutes to measure.
         if self.json:
             print(json.dumps(result, allow_nan=False))
@@ -122,12 +127,78 @@ class Evaluate:
                 words = f"{self.split} loss {figures['loss']:.4f}, active fraction {figures['active_fraction']:.3f}"
                 print(f"{name.replace('_', ' '):>21}: {words}")
             print(f"decisions that differ between hard and sparse: {result['decision_flips']}")
-        if self.split == "val":
+        if self.split == "val" and self.budget is None:
             run.write_evaluation(result)
             if not self.json:
                 from rich.console import Console
 
                 Console().print(terminal_table([run]))
+
+
+@dataclass(frozen=True)
+class Calibrate:
+    """Find the thresholds at which a budget-routed run works on a given share of the tokens, and keep them in it."""
+
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+    budget: float
+    """Share of the tokens that are active in the routed blocks, above 0 and up to 1."""
+
+    def __call__(self) -> None:
+        import torch
+
+        from tokendepth import calibrate, data
+        from tokendepth.evaluate import load_model
+        from tokendepth.runs import Run
+
+        run = Run.open(self.run)
+        calibrate.check(run, self.budget)
+        model, dataset = load_model(run, torch.device("cpu")), data.load(run.config.data)
+        run.check_corpus(dataset.fingerprint)
+        calibrate.calibrate(model, dataset, self.budget)
+        calibrate.keep(model, run, self.budget)
+        print(f"{run.path} can now be executed with --budget {self.budget:g}, on this machine and others")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Train and evaluate a grid of runs, several at once. What is finished is not repeated: call it until it is done.
+
+    A cell of the grid is a recipe and what to vary in it: shakespeare.dense:model.n-layer=2,3,4
+    """
+
+    grid: tyro.conf.Positional[tuple[str, ...]]
+    """Recipes, each with its overrides after colons, values apart by commas."""
+    seeds: int = 3
+    """How many seeds each, from 0; fewer than three prove nothing."""
+    workers: int | None = None
+    """Runs at a time; by default 4 on a GPU and 1 on a CPU."""
+    curve: bool = False
+    """Also execute budget-routed runs at budgets from 0.2 to 1."""
+    out: Path = Path("runs/sweep")
+    """Folder of the run folders."""
+    results: Path | None = None
+    """Also add the runs' figures to this results file."""
+
+    def __call__(self) -> None:
+        from rich.console import Console
+
+        from tokendepth.recipes import variants
+        from tokendepth.report import collect, terminal_table
+        from tokendepth.sweep import sweep
+
+        configs = {}
+        for cell in self.grid:
+            configs |= variants(cell, self.seeds)
+        outcome = sweep(configs, self.out, workers=self.workers, curve=self.curve)
+        if outcome.runs:
+            Console().print(terminal_table(outcome.runs))
+            if self.results:
+                collect(outcome.runs, self.results)
+        for name, words in outcome.failed.items():
+            print(f"tokendepth: {name} failed: {words}", file=sys.stderr)
+        if outcome.failed:
+            sys.exit(1)
 
 
 @dataclass(frozen=True)
@@ -192,6 +263,8 @@ class Generate:
     """sparse skips work; hard is its dense reference; soft is the paper's training mode."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
+    budget: float | None = None
+    """Execute a budget-routed run at this budget instead of its own."""
 
     def __call__(self) -> None:
         from tokendepth.generate import Spending, generate
@@ -239,7 +312,18 @@ class Doctor:
             sys.exit(1)
 
 
-COMMANDS: tuple[type, ...] = (Demo, Train, Evaluate, Describe, Report, Generate, Bench, Doctor)
+COMMANDS: tuple[type, ...] = (
+    Demo,
+    Train,
+    Evaluate,
+    Calibrate,
+    Sweep,
+    Describe,
+    Report,
+    Generate,
+    Bench,
+    Doctor,
+)
 _NAMES = {command.__name__.lower(): command for command in COMMANDS}
 
 

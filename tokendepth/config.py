@@ -129,8 +129,31 @@ class TSAConfig:
         _check_range("method.threshold", self.threshold, 0, 1)
 
 
-METHOD_CONFIGS: dict[str, type] = {"dense": DenseConfig, "tsa": TSAConfig}
-MethodConfig = DenseConfig | TSAConfig
+@dataclass(frozen=True)
+class BudgetConfig:
+    """Budget routing: name the share of tokens that the blocks work on; training holds it, execution keeps it."""
+
+    budget: float = 0.4
+    """Share of the tokens that are active in the routed blocks, above 0 and up to 1."""
+    dial: bool = True
+    """Train every sequence at a budget of its own, so that one model serves them all; off trains at `budget` alone."""
+    distill: float = 1.0
+    """Weight of learning from the same model's pass at full budget, which doubles the training step; 0 is without."""
+    routing: Literal["learned", "random"] = "learned"
+    """random throws dice instead of asking a router: the control."""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "method")
+        check_budget("method.budget", self.budget)
+        _check_range("method.distill", self.distill, 0, 1000)
+
+
+def check_budget(name: str, budget: float) -> None:
+    _check(0 < budget <= 1, name, budget, "a number above 0 and up to 1, the share of tokens to work on")
+
+
+METHOD_CONFIGS: dict[str, type] = {"dense": DenseConfig, "tsa": TSAConfig, "budget": BudgetConfig}
+MethodConfig = DenseConfig | TSAConfig | BudgetConfig
 
 
 def method_name(config: MethodConfig) -> str:

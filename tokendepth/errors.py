@@ -22,6 +22,15 @@ class Interrupted(Exception):
         self.exit_code = 128 + number
 
 
+class SweepStopped(Interrupted):
+    """SIGINT or SIGTERM arrived at a sweep; its workers have saved what they had."""
+
+    def __init__(self, number: int, path: object) -> None:
+        name = signal.Signals(number).name
+        Exception.__init__(self, f"{name}: every run in {path} is saved; repeat the command to go on")
+        self.exit_code = 128 + number
+
+
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """A hint to append to a message: the nearest option, else all of them."""
     options = sorted(options)

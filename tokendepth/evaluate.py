@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokendepth import data
-from tokendepth.config import DenseConfig, RunConfig, method_name
+from tokendepth import calibrate, data
+from tokendepth.config import BudgetConfig, DenseConfig, RunConfig, method_name
 from tokendepth.data import Dataset
 from tokendepth.data.dataset import NO_LOSS, Split
 from tokendepth.errors import UserError
@@ -24,6 +24,9 @@ from tokendepth.runs import Run
 from tokendepth.trace import EXECUTIONS, DepthTotals, Execution, add_up
 
 Batch = tuple[Tensor, Tensor]
+
+CURVE = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""The budgets of a quality-over-budget curve."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,28 @@ def load_model(run: Run, device: torch.device) -> LanguageModel:
     return model.to(device).eval()
 
 
-def evaluate(run: Run, *, split: Split = "val", device: str = "auto", timing: bool = True) -> dict[str, Any]:
-    """Everything `eval.json` holds. Written into the run by the caller, so that asking does not change a run."""
+def evaluate(
+    run: Run,
+    *,
+    split: Split = "val",
+    device: str = "auto",
+    timing: bool = True,
+    budget: float | None = None,
+    curve: bool = False,
+) -> dict[str, Any]:
+    """Everything `eval.json` holds. Written into the run by the caller, so that asking does not change a run.
+
+    `budget` executes a budget-routed run at another budget than its own; `curve` at a row of them.
+    """
+    if budget is not None or curve:
+        calibrate.check(run, budget or 1.0)
     if split not in ("val", "test"):
         raise UserError(f"split is {split!r}; expected val or test; set it with --split")
     config, where = run.config, choose_device(device)
     model, dataset = load_model(run, where), data.load(config.data)
     run.check_corpus(dataset.fingerprint)
+    if budget is not None:
+        calibrate.set_budget(model, run, dataset, budget)
 
     def stream() -> Iterator[Batch]:
         return batches(dataset, split, config.model.context, where)
@@ -97,8 +115,16 @@ def evaluate(run: Run, *, split: Split = "val", device: str = "auto", timing: bo
 
         return measure(model, stream(), forward)
 
+    def point(at: float) -> dict[str, Any]:
+        calibrate.set_budget(model, run, dataset, at)
+        found = measure(model, stream(), lambda ids: model(ids, execution="sparse"))
+        skipped = {"tlops_skipped": found.depth.tlops_saved, "flops_skipped": found.depth.flops_skipped}
+        cost = {"flops_per_token": found.depth.flops / found.depth.tokens}
+        return {"budget": at, "sparse": _figures(found, dataset, config, split), **skipped, **cost}
+
     if routed:
-        measured = {execution: executed(execution) for execution in EXECUTIONS}
+        measured = {execution: executed(execution) for execution in ("hard", "sparse")}
+        measured["soft"] = executed("soft") if model.method.has_soft else measured["hard"]
     else:  # nothing decides, so the three are one computation
         measured = dict.fromkeys(EXECUTIONS, executed("sparse"))
     sparse = measured["sparse"].depth
@@ -113,9 +139,11 @@ def evaluate(run: Run, *, split: Split = "val", device: str = "auto", timing: bo
         "split": split,
         "tokens": sparse.tokens,
         "routed": routed,
+        "has_soft": model.method.has_soft,
+        **({"budget": budget or config.method.budget} if isinstance(config.method, BudgetConfig) else {}),
         "parameters": sum(p.numel() for p in model.parameters()),
         "router_parameters": sum(p.numel() for router in routers for p in router.parameters()),
-        **{name: _figures(m, dataset, config, split) for name, m in measured.items()},
+        **{name: _figures(measured[name], dataset, config, split) for name in EXECUTIONS},
         "tlops_saved_soft": measured["soft"].depth.tlops_saved,
         "tlops_skipped": sparse.tlops_saved,
         "flops_skipped": sparse.flops_skipped,
@@ -125,6 +153,7 @@ def evaluate(run: Run, *, split: Split = "val", device: str = "auto", timing: bo
         "controls": _controls(model, config, stream, measured["hard"].depth) if routers else {},
         "time": time_forward(model, config, next(stream())[0]) if timing else None,
         "passage": _passage(model, dataset, split, where),
+        "curve": [point(at) for at in CURVE] if curve else [],
         "env": environment(where),
     }
 

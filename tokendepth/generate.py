@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tokendepth import calibrate, data
 from tokendepth.config import SYNTHETIC_CORPORA
 from tokendepth.data import tokenizer_from_dict
 from tokendepth.errors import UserError
@@ -41,6 +42,7 @@ def generate(
     seed: int = 0,
     execution: Execution = "sparse",
     device: str = "auto",
+    budget: float | None = None,
 ) -> Iterator[str]:
     """Yield the continuation piece by piece. Temperature 0 takes the likeliest token."""
     if not 0 <= temperature <= 100:
@@ -52,6 +54,8 @@ def generate(
     tokenizer = tokenizer_from_dict(read_json(run.path / "tokenizer.json"))
     ids = tokenizer.encode(prompt) or [0]
     model = load_model(run, choose_device(device))
+    if budget is not None:
+        calibrate.set_budget(model, run, data.load(run.config.data), budget)
     where = next(model.parameters()).device
     dice = torch.Generator().manual_seed(seed)
     pending: list[int] = []

@@ -5,6 +5,7 @@ output head tied to the token embedding. Residual projections start at N(0, 0.02
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,6 +35,12 @@ class Pass:
     """`[batch, time]`, False at (left) padding."""
     decisions: Tensor | None = None
     """`[routed site, batch, time]` bool, True = active: taken instead of the router's own, under hard and sparse."""
+    targets: Tensor | None = None
+    """`[batch, time]` next tokens while training, for methods with losses of their own on what they predict."""
+    readout: Callable[[Tensor], Tensor] | None = None
+    """Hidden states to logits: final norm and tied head."""
+    calibrate: float | None = None
+    """Set the thresholds so that this share of the tokens of this very batch is active."""
 
     def keys(self, time: int) -> int:
         """How many keys a row of attention is as wide as."""
@@ -53,6 +60,8 @@ class Spent:
     hidden: Tensor
     trace: DepthTrace
     losses: dict[str, Tensor]
+    logits: Tensor | None = None
+    """What `hidden` reads out as, where the method had to know."""
 
 
 def _initialise_residual(projection: nn.Linear, n_layer: int) -> None:
@@ -129,10 +138,14 @@ class Block(nn.Module):
         h = add(h, self.dropout(self.attention(self.norm_attention(h), run)))
         return add(h, self.dropout(self.ffn(self.norm_ffn(h))))
 
-    def forward_active(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
-        """The plain block for the tokens of `active` `[batch, time]`; the others pass unchanged, costing K and V."""
-        rows = h[active] + self.attention.active_rows(self.norm_attention(h), active, run)
-        rows = rows + self.ffn(self.norm_ffn(rows))
+    def forward_active(self, h: Tensor, run: Pass, active: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The block for the tokens of `active` `[batch, time]`; the others pass unchanged, costing K and V.
+
+        `weight` `[batch, time]` scales the active tokens' updates; none is the plain block.
+        """
+        add = Tensor.add if weight is None else partial(gated_add, gate=weight[active])
+        rows = add(h[active], self.attention.active_rows(self.norm_attention(h), active, run))
+        rows = add(rows, self.ffn(self.norm_ffn(rows)))
         return h.masked_scatter(active[..., None], rows)
 
     def forward_active_ffn(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
@@ -180,18 +193,30 @@ class LanguageModel(nn.Module):
         cache: KVCache | None = None,
         valid: Tensor | None = None,
         decisions: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Output:
         """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`."""
-        run = Pass(execution, cache, valid, decisions)
+        run = Pass(execution, cache, valid, decisions, targets, self.readout)
         if (needed := run.longest(ids.shape[1])) > self.config.context:
             raise UserError(f"{needed} tokens do not fit this model's context of {self.config.context}; give fewer")
-        h = self.dropout(self.embedding(ids) + self.positions(self._position_ids(ids, run)))
-        spent = self.method(h, run)
+        spent = self.method(self._embedded(ids, run), run)
         if cache is not None:
             cache.advance(ids.shape[1], valid)
-        logits = F.linear(self.norm(spent.hidden), self.embedding.weight)
+        logits = self.readout(spent.hidden) if spent.logits is None else spent.logits
         head = 2 * self.config.d_model * self.config.vocab_size
         return Output(logits, replace(spent.trace, outside=head, valid=valid), spent.losses)
+
+    @torch.no_grad()
+    def calibrate(self, ids: Tensor, budget: float) -> None:
+        """Set the method's thresholds so that `budget` of the tokens of `ids` is active in the routed blocks."""
+        run = Pass("hard", calibrate=budget)
+        self.method(self._embedded(ids, run), run)
+
+    def readout(self, hidden: Tensor) -> Tensor:
+        return F.linear(self.norm(hidden), self.embedding.weight)
+
+    def _embedded(self, ids: Tensor, run: Pass) -> Tensor:
+        return self.dropout(self.embedding(ids) + self.positions(self._position_ids(ids, run)))
 
     def _position_ids(self, ids: Tensor, run: Pass) -> Tensor:
         steps = torch.arange(ids.shape[1], device=ids.device)

@@ -168,7 +168,7 @@ class OptimiserStep:
     def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """`[task, depth, work per site...]` of one micro-batch, as its part of the whole batch."""
         with self.autocast:
-            out = self.model(inputs)
+            out = self.model(inputs, targets=targets)
         task = F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") * self.share
         # Micro-batches are of one size, so the mean over the batch is the mean of their means.
         parts = self.config.accumulate * self.ranks.world

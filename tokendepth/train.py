@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from tokendepth import data
+from tokendepth.calibrate import calibrate
 from tokendepth.config import RunConfig
 from tokendepth.data import Dataset
 from tokendepth.errors import Interrupted, UserError
@@ -132,6 +133,8 @@ class _Training:
                 self._step(step)
             self._stop_if_asked(config.steps)
         if self.ranks.rank == 0:
+            with self.optimiser_step.uncompiled():
+                calibrate(self.model, self.dataset)
             run.finish({name: tensor.detach().cpu().numpy() for name, tensor in self.model.state_dict().items()})
         self.ranks.wait()
         return run
@@ -206,8 +209,10 @@ class _Training:
         due = step > 0 and (step % every == 0 or step == self.config.train.steps)
         if not due or step in self.validated or self.ranks.rank != 0:
             return
-        with self.optimiser_step.autocast, self.optimiser_step.uncompiled():
-            measured = measure(self.model, self._validation_stream(), self.model)
+        with self.optimiser_step.uncompiled():
+            calibrate(self.model, self.dataset)
+            with self.optimiser_step.autocast:
+                measured = measure(self.model, self._validation_stream(), self.model)
         if self.stop.received:  # cut short: not a number to keep; the resumed run repeats it
             return
         self.validated.add(step)

@@ -4,11 +4,12 @@ import torch
 
 from tokendepth.config import RunConfig, method_name
 from tokendepth.methods.base import Method
+from tokendepth.methods.budget import Budget
 from tokendepth.methods.dense import Dense
 from tokendepth.methods.tsa import TSA
 from tokendepth.model import LanguageModel
 
-METHODS: dict[str, type[Method]] = {"dense": Dense, "tsa": TSA}
+METHODS: dict[str, type[Method]] = {"dense": Dense, "tsa": TSA, "budget": Budget}
 
 
 def build(config: RunConfig) -> LanguageModel:

@@ -17,6 +17,9 @@ class Method(nn.Module):
     executed; saved and loaded it computes the same; the same seed gives the same weights.
     """
 
+    has_soft = True
+    """Whether soft execution weighs what hard execution skips; else soft is hard, and has no figures of its own."""
+
     def __init__(self, model: ModelConfig, config: MethodConfig) -> None:
         super().__init__()
         self.model, self.config = model, config

@@ -10,6 +10,8 @@ from tokendepth.trace import DepthTrace, Site
 
 
 class Dense(Method):
+    has_soft = False
+
     def __init__(self, model: ModelConfig, config: DenseConfig) -> None:
         super().__init__(model, config)
         self.blocks = nn.ModuleList(Block(model, layer) for layer in range(model.n_layer))

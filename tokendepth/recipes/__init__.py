@@ -1,23 +1,29 @@
 """Recipes: functions that return a complete RunConfig. A recipe is named as it is imported, `shakespeare.tsa`."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
-from tokendepth.config import RunConfig
+from tokendepth.config import RunConfig, override
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.recipes import demo, enwik8, shakespeare, synthetic
 
 _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
     demo.dense,
     demo.tsa,
+    demo.budget,
     shakespeare.dense,
     shakespeare.tsa,
+    shakespeare.budget,
     enwik8.dense,
     enwik8.tsa,
+    enwik8.budget,
     synthetic.copy_dense,
     synthetic.copy_tsa,
+    synthetic.copy_budget,
     synthetic.sort_dense,
     synthetic.sort_tsa,
+    synthetic.sort_budget,
 )
 RECIPES = {f"{f.__module__.rsplit('.', 1)[1]}.{f.__name__}": f for f in _FUNCTIONS}
 
@@ -26,6 +32,26 @@ def recipe(name: str) -> RunConfig:
     if name not in RECIPES:
         raise UserError(f"{name!r}: no such recipe; {did_you_mean(name, RECIPES)}")
     return replace(RECIPES[name](), recipe=name)
+
+
+def variants(text: str, seeds: int = 1) -> dict[str, RunConfig]:
+    """Every config that `shakespeare.dense:model.n-layer=2,3` stands for, under `seeds` seeds, by a name of its own."""
+    name, *changes = text.split(":")
+    choices = []
+    for change in changes:
+        key, equals, values = change.partition("=")
+        if not equals or not all(values.split(",")):
+            raise UserError(f"{change!r} in {text!r} is no override; expected OPTION=VALUE,VALUE as in train.steps=100")
+        key = key.removeprefix("--").replace("-", "_")
+        choices.append([(key, value) for value in values.split(",")])
+    if seeds < 1:
+        raise UserError(f"--seeds is {seeds}; expected 1 or more")
+    found = {}
+    for chosen in itertools.product(*choices):
+        label = "-".join([name, *(f"{key.split('.')[-1]}={value}" for key, value in chosen)])
+        for seed in range(seeds):
+            found[f"{label}-seed{seed}"] = override(recipe(name), {**dict(chosen), "train.seed": str(seed)})
+    return found
 
 
 def summary(name: str) -> str:

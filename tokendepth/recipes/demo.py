@@ -1,6 +1,15 @@
 """Small enough for two CPU cores and a minute each, on text that every Python installation has."""
 
-from tokendepth.config import DataConfig, DenseConfig, MethodConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.config import (
+    BudgetConfig,
+    DataConfig,
+    DenseConfig,
+    MethodConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    TSAConfig,
+)
 
 
 def _run(method: MethodConfig) -> RunConfig:
@@ -19,3 +28,8 @@ def dense() -> RunConfig:
 def tsa() -> RunConfig:
     """Python's standard library, Token-Selective Attention at depth penalty 0.01, one minute on a CPU."""
     return _run(TSAConfig(depth_penalty=0.01))
+
+
+def budget() -> RunConfig:
+    """Python's standard library, budget routing, two minutes on a CPU."""
+    return _run(BudgetConfig())

@@ -1,6 +1,15 @@
 """enwik8 by characters, as in the paper's section 3.3. Without dropout: with it the baseline ends 5% worse."""
 
-from tokendepth.config import DataConfig, DenseConfig, MethodConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.config import (
+    BudgetConfig,
+    DataConfig,
+    DenseConfig,
+    MethodConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    TSAConfig,
+)
 
 
 def _run(method: MethodConfig) -> RunConfig:
@@ -15,3 +24,8 @@ def dense() -> RunConfig:
 def tsa() -> RunConfig:
     """enwik8, Token-Selective Attention at depth penalty 0.001: 6,433,413 parameters."""
     return _run(TSAConfig())
+
+
+def budget() -> RunConfig:
+    """enwik8, budget routing: any share of the token-layer work, named by --method.budget."""
+    return _run(BudgetConfig())

@@ -1,6 +1,15 @@
 """Tiny-Shakespeare by characters, as in the paper's section 3.2."""
 
-from tokendepth.config import DataConfig, DenseConfig, MethodConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.config import (
+    BudgetConfig,
+    DataConfig,
+    DenseConfig,
+    MethodConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    TSAConfig,
+)
 
 
 def _run(method: MethodConfig) -> RunConfig:
@@ -15,3 +24,8 @@ def dense() -> RunConfig:
 def tsa() -> RunConfig:
     """Tiny-Shakespeare, Token-Selective Attention at depth penalty 0.001: 4,864,901 parameters."""
     return _run(TSAConfig())
+
+
+def budget() -> RunConfig:
+    """Tiny-Shakespeare, budget routing: any share of the token-layer work, named by --method.budget."""
+    return _run(BudgetConfig())

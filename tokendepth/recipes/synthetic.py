@@ -4,7 +4,16 @@ Its text says source length 10 and 10,000 steps; its tables came from length 20,
 penalty of 0.01. The other reading is `--data.source-length 10 --train.steps 10000`.
 """
 
-from tokendepth.config import DataConfig, DenseConfig, MethodConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.config import (
+    BudgetConfig,
+    DataConfig,
+    DenseConfig,
+    MethodConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    TSAConfig,
+)
 
 
 def _run(corpus: str, method: MethodConfig) -> RunConfig:
@@ -31,3 +40,13 @@ def sort_dense() -> RunConfig:
 def sort_tsa() -> RunConfig:
     """Sort, Token-Selective Attention at depth penalty 0.01: 1,219,909 parameters."""
     return _run("sort", TSAConfig(depth_penalty=0.01))
+
+
+def copy_budget() -> RunConfig:
+    """Copy, budget routing."""
+    return _run("copy", BudgetConfig())
+
+
+def sort_budget() -> RunConfig:
+    """Sort, budget routing."""
+    return _run("sort", BudgetConfig())

@@ -70,6 +70,11 @@ class Record:
         return said if isinstance(said, bool) else self.number("router_parameters") != 0
 
     @property
+    def has_soft(self) -> bool:
+        """Whether soft execution is a thing of its own; an older evaluation does not say, and then it is."""
+        return self.routed and self.field("has_soft") is not False
+
+    @property
     def corpus(self) -> str:
         """A file of the user's goes by its name: as a label the folders are too long."""
         return printable(Path(self.config.data.corpus.removeprefix("text:")).name)

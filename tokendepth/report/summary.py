@@ -57,8 +57,12 @@ class Column:
 
 
 def _routed(*keys: str) -> Callable[[Record], float | None]:
-    """A model that decides nothing has no soft figures and is not faster than itself, whatever its evaluation holds."""
+    """A model that decides nothing is not faster than itself, whatever its evaluation holds."""
     return lambda record: record.number(*keys) if record.routed else None
+
+
+def _soft(*keys: str) -> Callable[[Record], float | None]:
+    return lambda record: record.number(*keys) if record.has_soft else None
 
 
 def _executed(*keys: str) -> Callable[[Record], float | None]:
@@ -67,11 +71,11 @@ def _executed(*keys: str) -> Callable[[Record], float | None]:
 
 COLUMNS = (
     Column("parameters", "", "params", "params", _executed("parameters"), ",.0f"),
-    Column("loss_soft", "soft", "loss (soft)", "loss", _routed("soft", "loss"), ".4f"),
+    Column("loss_soft", "soft", "loss (soft)", "loss", _soft("soft", "loss"), ".4f"),
     Column("active_fraction_soft", "soft", "active fraction (soft)", "active fraction",
-           _routed("soft", "active_fraction"), ".3f"),
+           _soft("soft", "active_fraction"), ".3f"),
     Column("tlops_saved_soft", "soft", "TLOps saved (soft, weighting only)", "TLOps saved (weighting only)",
-           _routed("tlops_saved_soft"), ".1%"),
+           _soft("tlops_saved_soft"), ".1%"),
     Column("loss_hard", "executed", "loss (hard = sparse)", "loss", _executed("hard", "loss"), ".4f"),
     Column("active_fraction_hard", "executed", "active fraction (hard)", "active fraction",
            _executed("hard", "active_fraction"), ".3f"),

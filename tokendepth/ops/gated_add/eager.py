@@ -16,7 +16,7 @@ class _GatedAdd(torch.autograd.Function):
         update, gate = ctx.saved_tensors
         # A compiler fuses the sum; eager CPU code is better off with a dot product.
         fused = grad.is_cuda or update.dtype != grad.dtype
-        grad_gate = (grad * update).sum(-1) if fused else torch.einsum("btd,btd->bt", grad, update)
+        grad_gate = (grad * update).sum(-1) if fused else torch.einsum("...d,...d->...", grad, update)
         return grad, (grad * gate[..., None]).to(update.dtype), grad_gate
 
 

@@ -1,0 +1,187 @@
+"""A resumable grid of runs, several at once, each trained and evaluated in a process of its own.
+
+What is finished is not repeated, what was interrupted goes on where it was, and one that fails leaves the others alone:
+the run folders are all the state there is, so the same call is made until nothing is left to do.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from tokendepth.config import BudgetConfig, RunConfig, from_dict, to_dict
+from tokendepth.errors import Interrupted, SweepStopped, UserError
+from tokendepth.progress import console
+from tokendepth.runs import Run, disk_faults
+from tokendepth.train import StopSignals, train
+
+GPU_WORKERS = 4
+"""As many small models as keep one GPU busy."""
+
+
+@dataclass
+class Outcome:
+    runs: list[Run] = field(default_factory=list)
+    """Trained and evaluated, in the order of the grid."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Name and last words of those that were not."""
+
+
+@dataclass
+class _Worker:
+    name: str
+    process: subprocess.Popen
+    log: Path
+    started: float
+    line: TaskID
+
+    def last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("tokendepth: ") if lines else f"exit code {self.process.returncode}"
+
+
+def sweep(
+    configs: dict[str, RunConfig], out: Path, *, workers: int | None = None, curve: bool = False, show: bool = True
+) -> Outcome:
+    """Train and evaluate every config into `out/NAME`, `workers` at a time; `curve` as in `evaluate`."""
+    if workers is not None and workers < 1:
+        raise UserError(f"--workers is {workers}; expected 1 or more")
+    with disk_faults(out):
+        out.mkdir(parents=True, exist_ok=True)
+    return _Sweep(configs, out, workers or _default_workers(configs), curve, show).run()
+
+
+def _default_workers(configs: dict[str, RunConfig]) -> int:
+    import torch
+
+    on_gpu = torch.cuda.is_available() and any(c.train.device != "cpu" for c in configs.values())
+    return GPU_WORKERS if on_gpu else 1
+
+
+class _Sweep:
+    def __init__(self, configs: dict[str, RunConfig], out: Path, workers: int, curve: bool, show: bool) -> None:
+        self.configs, self.out, self.workers, self.curve, self.show = configs, out, workers, curve, show
+        self.outcome, self.stop = Outcome(), StopSignals()
+        self.running: list[_Worker] = []
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not (show and console.is_terminal),
+        )
+
+    def run(self) -> Outcome:
+        todo = [name for name, config in self.configs.items() if not _is_done(self.out / name, config)]
+        done = len(self.configs) - len(todo)
+        if done:
+            self._say(f"{done} of {len(self.configs)} runs are finished already")
+        whole = self.bar.add_task("[bold]all runs", total=len(self.configs), completed=done, numbers="")
+        with self.stop, self.bar, self._no_orphans():
+            while todo or self.running:
+                while todo and len(self.running) < self.workers:
+                    self.running.append(self._start(todo.pop(0)))
+                time.sleep(0.2)
+                for worker in self.running:
+                    self._show(worker)
+                for worker in [w for w in self.running if w.process.poll() is not None]:
+                    self.running.remove(worker)
+                    self._finished(worker)
+                    self.bar.advance(whole)
+                if self.stop.received:
+                    raise SweepStopped(self.stop.received, self.out)
+        self.outcome.runs = [Run.open(self.out / name) for name in self.configs if name not in self.outcome.failed]
+        return self.outcome
+
+    @contextmanager
+    def _no_orphans(self) -> Iterator[None]:
+        """Whatever ends the sweep, its workers save what they have and end first."""
+        try:
+            yield
+        finally:
+            for worker in self.running:
+                worker.process.terminate()
+            for worker in self.running:
+                worker.process.wait()
+
+    def _start(self, name: str) -> _Worker:
+        log, folder = self.out / f"{name}.log", self.out / name
+        package = str(Path(__file__).resolve().parents[1])
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        task = {"config": to_dict(self.configs[name]), "folder": str(folder), "curve": self.curve}
+        threads = str(max(1, (os.cpu_count() or 1) // self.workers))
+        with disk_faults(log), log.open("w") as words:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tokendepth.sweep", json.dumps(task)],
+                env={"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path},
+                stdout=words,
+                stderr=words,
+                start_new_session=True,  # Ctrl-C reaches the sweep alone, which then asks its workers to stop
+            )
+        line = self.bar.add_task(name, total=self.configs[name].train.steps, numbers="starting")
+        return _Worker(name, process, log, time.perf_counter(), line)
+
+    def _show(self, worker: _Worker) -> None:
+        if self.bar.disable or not (self.out / worker.name / "metrics.jsonl").exists():
+            return
+        rows = Run(self.out / worker.name).metrics()
+        row = next((r for r in reversed(rows) if "task_loss" in r), None)
+        if row:
+            numbers = f"loss {row['task_loss']:.3f}  active {row['active_fraction']:.3f}"
+            self.bar.update(worker.line, completed=row["step"], numbers=numbers)
+
+    def _finished(self, worker: _Worker) -> None:
+        self.bar.remove_task(worker.line)
+        seconds = f"{time.perf_counter() - worker.started:.0f} s"
+        if worker.process.returncode == 0:
+            evaluation = Run.open(self.out / worker.name).evaluation or {}
+            hard = evaluation["hard"]
+            self._say(f"{worker.name}: loss {hard['loss']:.4f}, active {hard['active_fraction']:.3f}, {seconds}")
+            worker.log.unlink()
+        elif not self.stop.received:
+            self.outcome.failed[worker.name] = worker.last_words()
+            self._say(f"{worker.name} failed after {seconds}: {worker.last_words()}")
+
+    def _say(self, line: str) -> None:
+        if self.show:
+            console.print(line, markup=False, soft_wrap=True)
+
+
+def _is_done(folder: Path, config: RunConfig) -> bool:
+    """Finished, evaluated, and of this very config (the vocabulary apart, which only the corpus knows)."""
+    try:
+        run = Run.open(folder)
+        found, wanted = to_dict(run.config), to_dict(config)
+        found["model"]["vocab_size"] = wanted["model"]["vocab_size"]
+        return run.finished and run.evaluation is not None and found == wanted
+    except UserError:  # not there, or not readable: the worker says what is wrong
+        return False
+
+
+def _work(folder: str, config: RunConfig, *, curve: bool) -> None:
+    """What one worker does. Times are not taken: its neighbours would be in them."""
+    from tokendepth.evaluate import evaluate
+
+    run = train(config, folder, resume=True, show=False)
+    if run.evaluation is None:
+        curve = curve and isinstance(config.method, BudgetConfig)
+        run.write_evaluation(evaluate(run, device=config.train.device, timing=False, curve=curve))
+
+
+if __name__ == "__main__":
+    try:
+        task = json.loads(sys.argv[1])
+        _work(task["folder"], from_dict(task["config"]), curve=task["curve"])
+    except UserError as error:
+        sys.exit(f"tokendepth: {error}")
+    except Interrupted as stopped:
+        sys.exit(stopped.exit_code)
