@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import math
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -53,7 +54,8 @@ class Ranks:
     def sum(self, value: Tensor) -> Tensor:
         """In place, over all ranks."""
         if self.world > 1:
-            dist.all_reduce(value)
+            with _peers():
+                dist.all_reduce(value)
         return value
 
     def total(self, number: int) -> int:
@@ -72,7 +74,20 @@ class Ranks:
 
     def wait(self) -> None:
         if self.world > 1:
-            dist.barrier()
+            with _peers():
+                dist.barrier()
+
+
+@contextlib.contextmanager
+def _peers() -> Iterator[None]:
+    """All that can go wrong between ranks is that one is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(
+            "another process of this training has ended or cannot be reached; every saved step is intact; go on by "
+            "repeating the same line with --resume"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -205,11 +220,12 @@ class OptimiserStep:
         return graph
 
     def _not_finite(self, step: int, loss: float, norm: float) -> str:
-        names = zip(self.parameters, self.gradients, strict=True)
-        bad = next((name for name, gradient in names if not gradient.isfinite().all()), "the loss")
+        bad = _first_not_finite("weight", self.parameters, self.parameters.values())
+        if not bad and math.isfinite(loss):
+            bad = _first_not_finite("gradient", self.parameters, self.gradients)
         return (
-            f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}, first not finite at {bad}; stopped before the "
-            "update, the last checkpoint is intact; lower --train.lr or --train.clip, or check the data"
+            f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}, first not finite: {bad or 'the loss'}; stopped "
+            "before the update, the last checkpoint is intact; lower --train.lr or --train.clip, or check the data"
         )
 
     # -- state, as plain named tensors
@@ -241,6 +257,11 @@ class OptimiserStep:
             here = slice(done, done := done + part.numel())
             count = torch.tensor(float(step), device=self.device)
             self.adam.state[part] = {"step": count, **{moment: flat[moment][here].clone() for moment in MOMENTS}}
+
+
+def _first_not_finite(kind: str, names: Iterable[str], tensors: Iterable[Tensor]) -> str:
+    pairs = zip(names, tensors, strict=True)
+    return next((f"{kind} {name}" for name, tensor in pairs if not tensor.isfinite().all()), "")
 
 
 def _room(parameter: Tensor) -> int:

@@ -6,11 +6,11 @@ python -m tokendepth.report.readme
 import re
 from pathlib import Path
 
+from tokendepth.files import write_bytes
 from tokendepth.report.results import records
 from tokendepth.report.summary import group
 from tokendepth.report.tables import markdown_table
 from tokendepth.results import Row, read_rows
-from tokendepth.runs import write_bytes
 
 PART = re.compile(r"(<!-- (results|training): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
