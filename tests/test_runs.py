@@ -372,15 +372,25 @@ def test_a_file_that_is_not_safetensors_is_passed_over_though_its_manifest_fits(
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_newer_format_is_passed_over_and_named(saved):
+def test_a_newer_format_is_refused_and_its_work_left_alone(saved):
+    """Not damaged: going back would take the steps of a later version again, and remove its checkpoints."""
     path = folder_of(saved, 2) / MANIFEST
     manifest = json.loads(path.read_text())
     del manifest["sha256"]
     path.write_bytes(sealed({**manifest, "version": 2, "files": "of a later design"}))
+    before = hashes(saved.path)
+    with pytest.raises(UserError, match="format 2, newer than 1; upgrade tokendepth") as raised:
+        saved.load_checkpoint()
+    one_line(raised.value)
+    assert hashes(saved.path) == before
+
+
+def test_a_damaged_version_is_no_newer_format(saved):
+    path = folder_of(saved, 2) / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 3'))
     checkpoint, (line,) = saved.load_checkpoint()
     assert_holds(checkpoint, 1)
-    assert "format 2" in line
-    assert "upgrade tokendepth" in line
+    assert "damaged" in line
 
 
 def test_a_bad_sector_in_the_newest_checkpoint_is_passed_over(saved, monkeypatch):

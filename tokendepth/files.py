@@ -20,15 +20,20 @@ MANIFEST = "MANIFEST.json"
 Tensors = dict[str, Any]
 
 
+class NewerFormat(UserError):
+    """Not damaged, so not to be passed over: a later version of tokendepth wrote it."""
+
+
 @contextlib.contextmanager
 def disk_faults(path: Path) -> Iterator[None]:
     """Turn what a disk does to a user into one line."""
+    again = "repeat the command (a training with --resume)"
     remedies = {
-        errno.ENOSPC: "no space is left on the disk; free some and repeat the command (a training with --resume)",
-        errno.EDQUOT: "the disk quota is used up; free some and repeat the command (a training with --resume)",
-        errno.EROFS: "the file system is read-only; choose another folder",
-        errno.EACCES: "permission denied; choose another folder or change the permissions",
-        errno.EPERM: "permission denied; choose another folder or change the permissions",
+        errno.ENOSPC: f"no space is left on the disk; what was saved is intact; free some and {again}",
+        errno.EDQUOT: f"the disk quota is used up; what was saved is intact; free some and {again}",
+        errno.EROFS: f"the file system is read-only; what was saved is intact; {again}, or choose another folder",
+        errno.EACCES: f"permission denied; what was saved is intact; allow it and {again}, or choose another folder",
+        errno.EPERM: f"permission denied; what was saved is intact; allow it and {again}, or choose another folder",
         errno.ENOTDIR: "a part of this path is a file, not a folder; choose another",
         errno.EEXIST: "a file of that name is in the way; choose another name",
     }
@@ -49,20 +54,24 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace `path` atomically: a crash or a full disk leaves the old content."""
+def replace_bytes(path: Path, data: bytes) -> None:
+    """Replace `path` atomically: a crash or a full disk leaves the old content. An OSError is the caller's to tell."""
     part = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        with open(part, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     with disk_faults(path):
-        try:
-            with open(part, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        replace_bytes(path, data)
 
 
 def json_bytes(tree: object) -> bytes:
@@ -75,13 +84,21 @@ def write_json(path: Path, tree: object) -> None:
 
 def read_json(path: Path) -> Any:
     try:
+        return _parsed(path)
+    except UserError as error:
+        raise UserError(f"{error}; restore it from a copy") from None
+
+
+def _parsed(path: Path) -> Any:
+    """The problem alone: what can be done about it depends on whose file it is."""
+    try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; is {path.parent} a tokendepth run?") from None
+        raise UserError(f"{path} is missing") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; check the file and its permissions") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({str(error)[:80]}); restore it from a copy") from None
+        raise UserError(f"{path} is damaged ({str(error)[:80]})") from None
 
 
 def sha256(path: Path) -> str:
@@ -92,8 +109,16 @@ def sha256(path: Path) -> str:
 def _manifest_bytes(step: int, files: dict[str, dict[str, Any]]) -> bytes:
     """A manifest is its own checksum too, so that no byte of a checkpoint can change unnoticed."""
     body = {"version": FORMAT_VERSION, "step": step, "files": files}
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return (json.dumps({**body, "sha256": digest}, indent=2) + "\n").encode()
+    return json_bytes({**body, "sha256": _seal(body)})
+
+
+def _seal(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _is_sealed(manifest: dict[str, Any]) -> bool:
+    """By whatever version wrote it; else a flipped bit could pass for a newer one."""
+    return manifest.get("sha256") == _seal({key: value for key, value in manifest.items() if key != "sha256"})
 
 
 def _measure(path: Path) -> dict[str, Any]:
@@ -101,17 +126,18 @@ def _measure(path: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, names: tuple[str, ...], step: int) -> None:
-    write_bytes(folder / MANIFEST, _manifest_bytes(step, {name: _measure(folder / name) for name in names}))
+    """Written last. An OSError is the caller's to tell."""
+    replace_bytes(folder / MANIFEST, _manifest_bytes(step, {name: _measure(folder / name) for name in names}))
 
 
 def read_manifest(folder: Path) -> tuple[int, dict[str, Any]]:
     """The step and the files' facts, if the manifest is to the byte what tokendepth wrote."""
     path = folder / MANIFEST
-    manifest: Any = read_json(path)
+    manifest: Any = _parsed(path)
     manifest = manifest if isinstance(manifest, dict) else {}
     version, step, files = (manifest.get(key) for key in ("version", "step", "files"))
-    if type(version) is int and version > FORMAT_VERSION:
-        raise UserError(f"{path} has format {version}, newer than {FORMAT_VERSION}; upgrade tokendepth")
+    if type(version) is int and version > FORMAT_VERSION and _is_sealed(manifest):
+        raise NewerFormat(f"{path} has format {version}, newer than {FORMAT_VERSION}; upgrade tokendepth")
     well_formed = type(step) is int and step >= 0 and isinstance(files, dict)
     if not well_formed or path.read_bytes() != _manifest_bytes(step, files):
         raise UserError(f"{path} is damaged: it is not what tokendepth wrote")

@@ -23,12 +23,14 @@ from tokendepth.config import RunConfig, from_dict, to_dict
 from tokendepth.errors import UserError
 from tokendepth.files import (
     MANIFEST,
+    NewerFormat,
     Tensors,
     deserialize,
     disk_faults,
     json_bytes,
     read_json,
     read_manifest,
+    replace_bytes,
     serialize,
     sync_folder,
     verify_file,
@@ -186,7 +188,7 @@ class Run:
             try:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
-                write_bytes(part / "state.safetensors", serialize({**tensors, **_as_tensors(files or {})}))
+                replace_bytes(part / "state.safetensors", serialize({**tensors, **_as_tensors(files or {})}))
                 write_manifest(part, CHECKPOINT_FILES, step)
                 shutil.rmtree(final, ignore_errors=True)  # there only if it was found damaged
                 os.rename(part, final)
@@ -210,6 +212,8 @@ class Run:
                     raise UserError(f"{folder} holds step {step}, not the one in its name")
                 tensors = deserialize(folder / "state.safetensors")
                 return Checkpoint(step, tensors, _taken_files(tensors)), skipped
+            except NewerFormat:
+                raise
             except UserError as error:
                 remedy = (
                     "going back to the one before it" if number < len(folders) else "no other is left: starting afresh"
@@ -241,22 +245,26 @@ class Run:
 
     def finish(self, weights: Tensors) -> None:
         """Write the trained weights; the manifest makes the run a finished one. Its checkpoints have served then."""
-        write_bytes(self.path / "model.safetensors", serialize(weights))
         small = [name for name in SMALL_FILES if (self.path / name).exists()]
-        write_manifest(self.path, tuple(sorted({*MODEL_FILES, *small})), self.config.train.steps)
+        with disk_faults(self.path):
+            replace_bytes(self.path / "model.safetensors", serialize(weights))
+            write_manifest(self.path, tuple(sorted({*MODEL_FILES, *small})), self.config.train.steps)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def verify(self) -> None:
         """A UserError if the run is not finished, or a file of it was changed since."""
         if not self.finished:
-            raise UserError(f"{self.path} is not finished; go on with: tokendepth train ... --out {self.path} --resume")
+            missing = f", or {self.path / MANIFEST} was lost" if (self.path / "model.safetensors").exists() else ""
+            remedy = f"go on with: tokendepth train ... --out {self.path} --resume"
+            raise UserError(f"{self.path} is not finished{missing}; {remedy}")
         with _remedy_of_finished():
             verify_manifest(self.path, MODEL_FILES, SMALL_FILES)
 
     def weights(self) -> Tensors:
         """The finished run's weights, verified."""
         self.verify()
-        return deserialize(self.path / "model.safetensors")
+        with _remedy_of_finished():
+            return deserialize(self.path / "model.safetensors")
 
     @property
     def evaluation(self) -> dict[str, Any] | None:
@@ -287,6 +295,8 @@ def _content(path: Path) -> bytes | None:
 def _remedy_of_finished() -> Iterator[None]:
     try:
         yield
+    except NewerFormat:
+        raise
     except UserError as error:
         raise UserError(f"{error}; restore it from a copy, or train the run anew in another folder") from None
 

@@ -40,10 +40,13 @@ class Ranks:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
         store, rank, world = next(iter(dist.rendezvous("env://")))
-        # A name of its own for each group: what an earlier one of this process left in the store is not for this one.
-        store = dist.PrefixStore(f"tokendepth-{next(_groups)}", store)
+        # A name of its own for each group: what an earlier one of this process left in the store is not for this one,
+        # nor the addresses of those whom torchrun started before it had to start all again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"tokendepth-{attempt}-{next(_groups)}", store)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5))
+        with _peers():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5))
         return cls(rank, world)
 
     def leave(self) -> None:
@@ -225,7 +228,8 @@ class OptimiserStep:
             bad = _first_not_finite("gradient", self.parameters, self.gradients)
         return (
             f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}, first not finite: {bad or 'the loss'}; stopped "
-            "before the update, the last checkpoint is intact; lower --train.lr or --train.clip, or check the data"
+            "before the update, the last checkpoint is intact; go on from it with --resume, and if it happens again "
+            "lower --train.lr or --train.clip, or check the data"
         )
 
     # -- state, as plain named tensors
