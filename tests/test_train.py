@@ -615,3 +615,12 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path):
     assert "--resume" in message
     assert Run(tmp_path / "run").load_checkpoint()[0].step == 4
     assert_same_result(quiet(config, tmp_path / "run", resume=True), expected)
+
+
+def test_a_model_without_its_manifest_is_trained_again_and_not_in_silence(tmp_path, capsys):
+    config = tiny(tmp_path, steps=2)
+    run = quiet(config, tmp_path / "run")
+    expected = weights(run)
+    (run.path / "MANIFEST.json").unlink()
+    assert weights(train(config, run.path, resume=True)) == expected
+    assert "model.safetensors has lost its manifest" in capsys.readouterr().err

@@ -150,6 +150,10 @@ class _Training:
         checkpoint, skipped = self.run.load_checkpoint()
         for line in skipped:
             self._say(line)
+        if not checkpoint and (self.run.path / "model.safetensors").exists():
+            self._say(
+                f"{self.run.path / 'model.safetensors'} has lost its manifest; not trusted, training starts afresh"
+            )
         step = 0
         if checkpoint:
             step = checkpoint.step

@@ -18,6 +18,8 @@ from tokendepth.errors import UserError
 from tokendepth.runs import Run
 from tokendepth.train import train
 
+PATIENCE_S = 120
+
 
 def kill(folder: Path, count: int, tell: Tell) -> Outcome:
     """`kill -9` at random moments of a run that saves at every step; another process resumes, until it is done."""
@@ -66,24 +68,21 @@ def kill_rank(folder: Path, count: int, tell: Tell) -> Outcome:
             )
 
     expected = Run(folder / "expected")
-    code = launch(expected.path, folder / "expected.log").wait(300)
+    code = _ended(launch(expected.path, folder / "expected.log"))
     outcome.check(code == 0, f"the undisturbed run ended with code {code}")
     finished = 0
     while outcome.attempts < count:
         run, log = Run(folder / f"killed-{finished}"), folder / f"killed-{finished}.log"
         torchrun = launch(run.path, log)
         acknowledged = 0
-        while torchrun.poll() is None and outcome.attempts < count:
-            # Until it has gone on by a step, then a moment more: else most kills would hit the imports.
-            if not _wait(lambda before=acknowledged, now=run: _steps(now) > before, torchrun):
-                break
+        while outcome.attempts < count and (found := _gone_on(torchrun, run, acknowledged)):
+            outcome.check(found > acknowledged, f"{run.name}: step {acknowledged} was saved, {found} is there")
             time.sleep(dice.uniform(0, 0.5))
             acknowledged = _steps(run)
             if _kill(torchrun.pid, dice.randrange(2)):
                 outcome.attempts += 1
                 tell(outcome.attempts, count)
-                outcome.check(run.finished or _steps(run) >= acknowledged, f"{run.name}: step {acknowledged} is lost")
-        code = torchrun.wait(300)
+        code = _ended(torchrun)
         outcome.check(code == 0, f"{run.name}: torchrun ended with code {code}")
         outcome.compare(run, expected)
         outcome.said(re.findall(r"^tokendepth: (.*)", log.read_text(errors="replace"), re.MULTILINE), folder)
@@ -93,19 +92,30 @@ def kill_rank(folder: Path, count: int, tell: Tell) -> Outcome:
 
 
 def _steps(run: Run) -> int:
-    """The newest checkpoint; a folder gets its name once it is whole."""
-    names = os.listdir(run.checkpoints) if run.checkpoints.exists() else []
+    """The newest checkpoint; a folder gets its name once it is whole. 0 before the first and after the end."""
+    try:
+        names = os.listdir(run.checkpoints)
+    except FileNotFoundError:
+        return 0
     return max((int(name[5:]) for name in names if name.startswith("step-")), default=0)
 
 
-def _wait(condition, process: subprocess.Popen, seconds: float = 120) -> bool:
-    deadline = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            if condition():
-                return True
+def _gone_on(torchrun: subprocess.Popen, run: Run, saved: int) -> int:
+    """Wait for a step other than `saved`, so that not most kills hit the imports; 0 when there will be none."""
+    deadline = time.monotonic() + PATIENCE_S
+    while torchrun.poll() is None and time.monotonic() < deadline:
+        if (found := _steps(run)) not in (0, saved):
+            return found
         time.sleep(0.02)
-    return False
+    return 0
+
+
+def _ended(torchrun: subprocess.Popen) -> int:
+    try:
+        return torchrun.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        torchrun.terminate()  # it ends its ranks
+        return torchrun.wait()
 
 
 def _kill(torchrun: int, rank: int) -> bool:
