@@ -24,13 +24,13 @@ LAYERS: tuple[set[str], ...] = (
     {"sweep", "calibrate", "train", "step", "progress", "evaluate", "generate", "describe", "doctor"},
     {"model", "cache", "methods", "data"},
     {"ops"},
-    {"config", "runs", "results", "trace", "errors", "machine"},
+    {"config", "files", "runs", "lock", "results", "trace", "errors", "machine"},
 )
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 SATELLITES = LAYERS[2]  # these never import each other; the units of every other layer may
-ONLY = {"recipes": {"config", "errors"}, "report": {"config", "runs", "results", "trace", "errors"}}
+ONLY = {"recipes": {"config", "errors"}, "report": {"config", "files", "runs", "results", "trace", "errors"}}
 
-TORCH_FREE = {"config", "runs", "results", "trace", "errors", "recipes", "report"}
+TORCH_FREE = {"config", "files", "runs", "lock", "results", "trace", "errors", "recipes", "report"}
 CONFINED = {  # third-party package -> the only files in tokendepth/ that may import it
     "triton": r"ops/\w+/kernel\.py",
     "transformers": r"hf/.+",

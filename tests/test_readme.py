@@ -28,9 +28,10 @@ def test_the_tables_are_those_of_results():
 
 
 def test_the_tables_are_there():
-    assert README.count("<!-- end -->") == 2
+    assert README.count("<!-- end -->") == 3
     assert re.search(r"\| shakespeare\.dense \(n=3\) ", README)
     assert re.search(r"\| shakespeare\.tsa \(n=3\) ", README)
+    assert re.search(r"\| `kill -9` at a random moment, a save at every step \| 5\d\d \|", README)
 
 
 def test_make_targets_exist():

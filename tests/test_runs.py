@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from tests.tiny import edit_json, hashes, one_line
-from tokendepth import runs
+from tokendepth import files, runs
 from tokendepth.config import DenseConfig, RunConfig, TrainConfig, TSAConfig, to_dict
 from tokendepth.errors import UserError
-from tokendepth.runs import KEEP_CHECKPOINTS, MANIFEST, Run, verify_manifest, write_json, write_manifest
+from tokendepth.files import MANIFEST, verify_manifest, write_json, write_manifest
+from tokendepth.runs import KEEP_CHECKPOINTS, Run
 
 CONFIG = RunConfig(method=TSAConfig(), train=TrainConfig(steps=9))
 STATE = "state.safetensors"
@@ -371,15 +372,25 @@ def test_a_file_that_is_not_safetensors_is_passed_over_though_its_manifest_fits(
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_newer_format_is_passed_over_and_named(saved):
+def test_a_newer_format_is_refused_and_its_work_left_alone(saved):
+    """Not damaged: going back would take the steps of a later version again, and remove its checkpoints."""
     path = folder_of(saved, 2) / MANIFEST
     manifest = json.loads(path.read_text())
     del manifest["sha256"]
     path.write_bytes(sealed({**manifest, "version": 2, "files": "of a later design"}))
+    before = hashes(saved.path)
+    with pytest.raises(UserError, match="format 2, newer than 1; upgrade tokendepth") as raised:
+        saved.load_checkpoint()
+    one_line(raised.value)
+    assert hashes(saved.path) == before
+
+
+def test_a_damaged_version_is_no_newer_format(saved):
+    path = folder_of(saved, 2) / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 3'))
     checkpoint, (line,) = saved.load_checkpoint()
     assert_holds(checkpoint, 1)
-    assert "format 2" in line
-    assert "upgrade tokendepth" in line
+    assert "damaged" in line
 
 
 def test_a_bad_sector_in_the_newest_checkpoint_is_passed_over(saved, monkeypatch):
@@ -388,7 +399,7 @@ def test_a_bad_sector_in_the_newest_checkpoint_is_passed_over(saved, monkeypatch
             raise OSError(errno.EIO, "Input/output error")
         return builtins.open(path, *args, **kwargs)
 
-    monkeypatch.setattr(runs, "open", broken_open, raising=False)
+    monkeypatch.setattr(files, "open", broken_open, raising=False)
     checkpoint, (line,) = saved.load_checkpoint()
     assert_holds(checkpoint, 1)
     assert str(folder_of(saved, 2) / STATE) in line
@@ -662,9 +673,10 @@ def test_a_finished_run_that_was_changed_gives_no_weights(finished, name, kind):
 
 def test_a_valid_but_other_value_in_a_finished_config_is_found(finished):
     edit_json(finished.path / "config.json", recipe="shakespeare.tsa")
-    assert finished.config.recipe == "shakespeare.tsa"
     with pytest.raises(UserError, match=r"config\.json is damaged"):
         finished.weights()
+    with pytest.raises(UserError, match=r"config\.json is damaged"):
+        _ = finished.config
 
 
 def test_a_finished_run_of_a_newer_format_is_refused(finished):
@@ -730,9 +742,6 @@ def test_a_last_line_cut_anywhere_is_ignored(logged):
     for kept in range(1, last):
         path.write_bytes(content[: len(content) - last + kept])
         assert logged.metrics() == rows(1, 2, 2, *[3] * (kept == last - 1))  # only the line end is lost
-    logged.rewind_metrics(3)
-    logged.append_metrics({"step": 4, "loss": 0.0})
-    assert logged.metrics() == [*rows(1, 2, 2, 3), {"step": 4, "loss": 0.0}]
 
 
 @pytest.mark.parametrize(
@@ -744,40 +753,128 @@ def test_a_damaged_line_in_the_middle_is_named(logged, line):
     lines[1] = line
     path.write_bytes(b"\n".join(lines))
     before = path.read_bytes()
-    for read in (logged.metrics, lambda: logged.rewind_metrics(1)):
-        with pytest.raises(UserError) as raised:
-            read()
-        message = one_line(raised.value)
-        assert f"{path} line 2" in message
-        assert "restore" in message
+    with pytest.raises(UserError) as raised:
+        logged.metrics()
+    message = one_line(raised.value)
+    assert f"{path} line 2" in message
+    assert "restore" in message
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(("step", "kept"), [(0, ()), (1, (1,)), (2, (1, 2, 2)), (3, (1, 2, 2, 3)), (9, (1, 2, 2, 3))])
-def test_rewinding_drops_what_came_after(logged, step, kept):
-    logged.rewind_metrics(step)
-    assert logged.metrics() == rows(*kept)
-    logged.append_metrics({"step": 10})
-    assert logged.metrics() == [*rows(*kept), {"step": 10}]
-
-
-def test_rewinding_keeps_every_digit(run):
+def test_a_row_is_written_as_it_says(run):
     row = {"step": 1, "loss": 0.1 + 0.2, "tokens": 10**15, "tlops": 1e-300}
-    run.append_metrics(row)
-    before = (run.path / "metrics.jsonl").read_bytes()
-    run.rewind_metrics(1)
-    assert (run.path / "metrics.jsonl").read_bytes() == before
-
-
-def test_rewinding_on_a_full_disk_keeps_the_old_file(logged, monkeypatch):
-    fail_at(monkeypatch, os, "replace", 1, FULL)
-    with pytest.raises(UserError, match="no space is left"):
-        logged.rewind_metrics(1)
-    assert logged.metrics() == rows(1, 2, 2, 3)
-    assert left_overs(logged) == []
+    written = run.append_metrics(row) + run.append_metrics({"step": 2})
+    assert (run.path / "metrics.jsonl").read_bytes() == written
+    assert run.metrics() == [row, {"step": 2}]
 
 
 def test_a_number_that_is_none_is_not_written(logged):
     with pytest.raises(ValueError, match="not JSON compliant"):
         logged.append_metrics({"step": 4, "loss": float("nan")})
     assert logged.metrics() == rows(1, 2, 2, 3)
+
+
+# --- the small files, of which every checkpoint has a copy ------------------------------------------------------------
+
+
+SMALL = {"config.json": b"{}", "env.json": b'{"a": 1}', "tokenizer.json": b"[]", "metrics.jsonl": b'{"step": 1}\n'}
+
+
+def test_a_checkpoint_brings_back_the_small_files(run):
+    run.save_checkpoint(1, tensors(1), {**SMALL, "metrics.jsonl": b""})
+    run.save_checkpoint(2, tensors(2), SMALL)
+    checkpoint, _ = run.load_checkpoint()
+    assert_holds(checkpoint, 2)
+    assert checkpoint.files == SMALL
+    damage(folder_of(run, 2) / STATE, "half")
+    assert run.load_checkpoint()[0].files["metrics.jsonl"] == b""
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("kind", ["missing", "empty", "half", "middle flipped"])
+def test_restoring_writes_what_is_not_as_it_should_be_and_names_it(run, name, kind):
+    assert run.restore(SMALL) != []  # config.json was another one
+    assert run.restore(SMALL) == []
+    damage(run.path / name, kind)
+    (line,) = run.restore(SMALL)
+    assert str(run.path / name) in line
+    assert {name: (run.path / name).read_bytes() for name in SMALL} == SMALL
+
+
+def test_metrics_of_steps_that_will_be_taken_again_are_no_damage(run):
+    run.restore(SMALL)
+    run.append_metrics({"step": 2})
+    assert run.restore(SMALL) == []
+    assert (run.path / "metrics.jsonl").read_bytes() == SMALL["metrics.jsonl"]
+
+
+def test_restoring_on_a_full_disk_keeps_the_old_file(run, monkeypatch):
+    run.restore(SMALL)
+    run.append_metrics({"step": 2})
+    before = hashes(run.path)
+    fail_at(monkeypatch, os, "replace", 1, FULL)
+    with pytest.raises(UserError, match="no space is left"):
+        run.restore(SMALL)
+    assert hashes(run.path) == before
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_config_is_known_by_the_checkpoint(run, kind):
+    run.save_checkpoint(1, tensors(1), {"config.json": (run.path / "config.json").read_bytes()})
+    damage(run.path / "config.json", kind)
+    other = replace(CONFIG, train=TrainConfig(steps=8))
+    before = hashes(run.path)
+    for config, resume in ((other, True), (other, False), (CONFIG, False)):
+        with pytest.raises(UserError) as raised:
+            Run.create(run.path, config, resume=resume)
+        one_line(raised.value)
+    assert hashes(run.path) == before
+    files = Run.create(run.path, CONFIG, resume=True).load_checkpoint()[0].files
+    assert len(run.restore(files)) == 1
+    assert run.config == CONFIG
+
+
+def test_a_config_with_another_valid_value_is_known_by_the_checkpoint_too(run):
+    run.save_checkpoint(1, tensors(1), {"config.json": (run.path / "config.json").read_bytes()})
+    edit_json(run.path / "config.json", recipe="another")
+    assert Run.create(run.path, CONFIG, resume=True).load_checkpoint()[0] is not None
+
+
+# --- finished, nothing of it changes unnoticed ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("name", ["config.json", "env.json", "metrics.jsonl"])
+def test_a_finished_runs_small_files_are_read_only_as_they_were(saved, name, kind):
+    write_json(saved.path / "tokenizer.json", {"kind": "byte"})
+    write_json(saved.path / "env.json", {"corpus_sha256": "1"})
+    for row in rows(1, 2, 3):
+        saved.append_metrics(row)
+    saved.finish({"w": np.zeros(3, np.float32)})
+    read = {"config.json": lambda: saved.config, "env.json": lambda: saved.env, "metrics.jsonl": saved.metrics}[name]
+    assert read()
+    damage(saved.path / name, kind)
+    for use in (read, saved.weights):
+        with pytest.raises(UserError) as raised:
+            use()
+        message = one_line(raised.value)
+        assert str(saved.path / name) in message
+        assert "restore it from a copy" in message
+
+
+def test_a_finished_run_of_which_the_manifest_lists_the_model_only_is_read(finished):
+    """As the first ones did; then the rest is taken as it is."""
+    write_manifest(finished.path, ("config.json", "tokenizer.json", "model.safetensors"), 9)
+    finished.append_metrics({"step": 1})
+    assert finished.metrics() == [{"step": 1}]
+    assert list(finished.weights()) == ["w"]
+
+
+@pytest.mark.parametrize("env", [{}, [], {"corpus": "x"}])
+def test_an_env_that_names_no_corpus_is_damaged(run, env):
+    run.check_corpus("f" * 64)  # nothing begun, nothing to compare
+    write_json(run.path / "env.json", {"corpus_sha256": "f" * 64})
+    run.check_corpus("f" * 64)
+    write_json(run.path / "env.json", env)
+    with pytest.raises(UserError, match=r"env\.json is damaged"):
+        run.check_corpus("f" * 64)

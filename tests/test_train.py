@@ -63,10 +63,10 @@ def stop_at(patch: pytest.MonkeyPatch, step: int, where: str = "step") -> None:
     else:
         real_save = Run.save_checkpoint
 
-        def not_saving(self, number, tensors):
+        def not_saving(self, number, *rest):
             if number == step + 1:
                 raise Stopped
-            real_save(self, number, tensors)
+            real_save(self, number, *rest)
 
         patch.setattr(Run, "save_checkpoint", not_saving)
 
@@ -405,7 +405,7 @@ def refused(config: RunConfig, out: Path, *, resume: bool = False) -> str:
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path):
     config = tiny(tmp_path, batch_size=4, accumulate=2)
     with pytest.raises(UserError) as raised:
-        _Training(config, tmp_path / "run", False, False, torch.device("cpu"), Ranks(0, 4))
+        _Training(config, tmp_path / "run", False, False, torch.device("cpu"), Ranks(0, 4), contextlib.ExitStack())
     message = one_line(raised.value)
     assert "train.batch_size is 4" in message
     assert "multiple of accumulate x ranks (8)" in message
@@ -558,3 +558,69 @@ def test_two_ranks_train_as_one_does_on_the_same_global_batch(tmp_path):
             assert row == pytest.approx(expected, rel=1e-5)
         assert hashes(two.path).keys() == hashes(one.path).keys()
     assert train_module.Ranks().world == 1
+
+
+# --- the small files --------------------------------------------------------------------------------------------------
+
+
+def test_files_that_rot_while_a_run_trains_are_sealed_as_they_should_be(tmp_path, capsys):
+    """The manifest of a finished run must not vouch for a damaged file, or fail for want of one."""
+    config = tiny(tmp_path)
+    expected = quiet(config, tmp_path / "undisturbed")
+    real = _Training._step
+
+    def rotting(self, number):
+        if number == 6:
+            (tmp_path / "run" / "tokenizer.json").unlink()
+            (tmp_path / "run" / "config.json").write_bytes(b"{}")
+            (tmp_path / "run" / "metrics.jsonl").write_bytes(b"rot\n")
+        real(self, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Training, "_step", rotting)
+        run = train(config, tmp_path / "run")
+    assert_same_result(run, expected)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "restored" in line]
+    assert [Path(line.split()[0]).name for line in lines] == ["config.json", "tokenizer.json", "metrics.jsonl"]
+
+
+def test_a_finished_run_that_was_damaged_is_not_called_finished(tmp_path):
+    config = tiny(tmp_path, steps=2)
+    run = quiet(config, tmp_path / "run")
+    content = bytearray((run.path / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (run.path / "model.safetensors").write_bytes(content)
+    message = refused(config, run.path, resume=True)
+    assert str(run.path / "model.safetensors") in message
+    assert "restore" in message
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path):
+    """Not even where the damage is done between the update and the checkpoint."""
+    config = tiny(tmp_path, checkpoint_every=1)
+    expected = quiet(config, tmp_path / "undisturbed")
+    real = _Training._save
+
+    def poisoned(self, step):
+        if step == 5:
+            self.optimiser_step.adam.state[self.optimiser_step.adam.param_groups[0]["params"][0]]["exp_avg"][3] = (
+                math.inf
+            )
+        real(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Training, "_save", poisoned)
+        message = refused(config, tmp_path / "run")
+    assert "step 5: exp_avg." in message
+    assert "--resume" in message
+    assert Run(tmp_path / "run").load_checkpoint()[0].step == 4
+    assert_same_result(quiet(config, tmp_path / "run", resume=True), expected)
+
+
+def test_a_model_without_its_manifest_is_trained_again_and_not_in_silence(tmp_path, capsys):
+    config = tiny(tmp_path, steps=2)
+    run = quiet(config, tmp_path / "run")
+    expected = weights(run)
+    (run.path / "MANIFEST.json").unlink()
+    assert weights(train(config, run.path, resume=True)) == expected
+    assert "model.safetensors has lost its manifest" in capsys.readouterr().err

@@ -281,18 +281,51 @@ class Generate:
 class Bench:
     """Measure this machine and add the rows to results/."""
 
-    what: tyro.conf.Positional[Literal["training"]]
-    """training: the TSA training step against the dense one."""
+    what: tyro.conf.Positional[Literal["training", "faults"]]
+    """training: the TSA training step against the dense one. faults: what killed, full and damaged runs lose."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
     results: Path = Path("results")
     """Folder of the results files."""
+    only: str | None = None
+    """Of faults: the names of some, with commas between them."""
+    scale: float = 1.0
+    """Of faults: the part of the full number of attempts, from 0 to 1."""
 
     def __call__(self) -> None:
-        from tokendepth.bench import training
+        if self.what == "training":
+            from tokendepth.bench import training
 
-        for row in training.measure(self.device, self.results):
-            print(json.dumps(row))
+            for row in training.measure(self.device, self.results):
+                print(json.dumps(row))
+        else:
+            self._faults()
+
+    def _faults(self) -> None:
+        from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        from tokendepth.bench.faults.registry import measure
+        from tokendepth.progress import console
+
+        failed = 0
+        with Progress(
+            *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        ) as bar:
+            tasks = {}
+
+            def tell(name: str, done: int, total: int) -> None:
+                if name not in tasks:
+                    tasks[name] = bar.add_task(name)
+                bar.update(tasks[name], completed=done, total=total)
+
+            for row in measure(self.device, self.results, self.only, self.scale, tell):
+                counts = f"{row['attempts']} tried, {row['failed']} failed" if not row["skipped"] else row["skipped"]
+                print(f"{row['fault']:<11} {counts}")
+                for line in row["failures"]:
+                    print(f"            {line}")
+                failed += row["failed"]
+        if failed:
+            sys.exit(1)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from tokendepth.config import SYNTHETIC_CORPORA
 from tokendepth.data import tokenizer_from_dict
 from tokendepth.errors import UserError
 from tokendepth.evaluate import load_model
+from tokendepth.files import read_json
 from tokendepth.machine import choose_device
-from tokendepth.runs import Run, read_json
+from tokendepth.runs import Run
 from tokendepth.trace import DepthTotals, Execution, add_up
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tokendepth.errors import UserError
-from tokendepth.runs import disk_faults, read_json, write_bytes
+from tokendepth.files import disk_faults, read_json, write_bytes
 
 Row = dict[str, Any]
 

@@ -6,12 +6,11 @@
 
 A checkpoint is a folder that appears whole or not at all: it is written under another name, synced, closed by a
 manifest with the SHA-256 of every file, and renamed. Loading takes the newest one whose manifest verifies and names
-those it passed over. No file is ever a pickle. Imports no torch: tensors come and go as numpy arrays.
+those it passed over. It also carries the run's small files as they were, so that a good checkpoint is all that a run
+needs to go on. No file is ever a pickle. Imports no torch: tensors come and go as numpy arrays.
 """
 
 import contextlib
-import errno
-import hashlib
 import json
 import os
 import shutil
@@ -20,142 +19,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokendepth.config import FORMAT_VERSION, RunConfig, from_dict, to_dict
+from tokendepth.config import RunConfig, from_dict, to_dict
 from tokendepth.errors import UserError
+from tokendepth.files import (
+    MANIFEST,
+    NewerFormat,
+    Tensors,
+    deserialize,
+    disk_faults,
+    json_bytes,
+    read_json,
+    read_manifest,
+    replace_bytes,
+    serialize,
+    sync_folder,
+    verify_file,
+    verify_manifest,
+    write_bytes,
+    write_json,
+    write_manifest,
+)
 
 KEEP_CHECKPOINTS = 2
-MANIFEST = "MANIFEST.json"
+LOCK = ".lock"
 CHECKPOINT_FILES = ("state.safetensors",)
+SMALL_FILES = ("config.json", "env.json", "tokenizer.json", "metrics.jsonl")
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
-
-Tensors = dict[str, Any]
-
-
-# --- files that appear whole or not at all ----------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def disk_faults(path: Path) -> Iterator[None]:
-    """Turn what a disk does to a user into one line."""
-    remedies = {
-        errno.ENOSPC: "no space is left on the disk; free some and repeat the command (a training with --resume)",
-        errno.EDQUOT: "the disk quota is used up; free some and repeat the command (a training with --resume)",
-        errno.EROFS: "the file system is read-only; choose another folder",
-        errno.EACCES: "permission denied; choose another folder or change the permissions",
-        errno.EPERM: "permission denied; choose another folder or change the permissions",
-        errno.ENOTDIR: "a part of this path is a file, not a folder; choose another",
-        errno.EEXIST: "a file of that name is in the way; choose another name",
-    }
-    try:
-        yield
-    except OSError as error:
-        remedy = remedies.get(error.errno or 0, f"{error.strerror or error}; choose another folder")
-        raise UserError(f"cannot write {path}: {remedy}") from error
-
-
-def _sync_folder(path: Path) -> None:
-    if os.name == "nt":  # Windows opens no folders, and keeps their entries itself
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace `path` atomically: a crash or a full disk leaves the old content."""
-    part = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    with disk_faults(path):
-        try:
-            with open(part, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
-        _sync_folder(path.parent)
-
-
-def write_json(path: Path, tree: object) -> None:
-    write_bytes(path, (json.dumps(tree, indent=2, allow_nan=False) + "\n").encode())
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; is {path.parent} a tokendepth run?") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; check the file and its permissions") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({str(error)[:80]}); restore it from a copy") from None
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _manifest_bytes(step: int, files: dict[str, dict[str, Any]]) -> bytes:
-    """A manifest is its own checksum too, so that no byte of a checkpoint can change unnoticed."""
-    body = {"version": FORMAT_VERSION, "step": step, "files": files}
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return (json.dumps({**body, "sha256": digest}, indent=2) + "\n").encode()
-
-
-def _measure(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
-
-
-def write_manifest(folder: Path, names: tuple[str, ...], step: int) -> None:
-    write_bytes(folder / MANIFEST, _manifest_bytes(step, {name: _measure(folder / name) for name in names}))
-
-
-def verify_manifest(folder: Path, names: tuple[str, ...]) -> int:
-    """The step that `folder` holds, if every file in it is as it was written; else a UserError that names the file."""
-    path = folder / MANIFEST
-    manifest: Any = read_json(path)
-    manifest = manifest if isinstance(manifest, dict) else {}
-    version, step, files = (manifest.get(key) for key in ("version", "step", "files"))
-    if type(version) is int and version > FORMAT_VERSION:
-        raise UserError(f"{path} has format {version}, newer than {FORMAT_VERSION}; upgrade tokendepth")
-    well_formed = type(step) is int and step >= 0 and isinstance(files, dict) and set(files) == set(names)
-    if not well_formed or path.read_bytes() != _manifest_bytes(step, files):
-        raise UserError(f"{path} is damaged: it is not what tokendepth wrote")
-    for name in names:
-        try:
-            found = _measure(folder / name)
-        except FileNotFoundError:
-            raise UserError(f"{folder / name} is missing") from None
-        except OSError as error:
-            raise UserError(f"{folder / name} cannot be read: {error.strerror}") from None
-        expected = files[name]
-        if found != expected:
-            same_size = isinstance(expected, dict) and expected.get("bytes") == found["bytes"]
-            what = "SHA-256" if same_size else "size"
-            raise UserError(f"{folder / name} is damaged: its {what} is wrong")
-    return step
-
-
-def _serialize(tensors: Tensors) -> bytes:
-    """The same tensors make the same bytes: of several metadata entries the order would be left to chance."""
-    from safetensors.numpy import save
-
-    return save(tensors, metadata={"tokendepth": str(FORMAT_VERSION)})
-
-
-def _deserialize(path: Path) -> Tensors:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    try:
-        return load(path.read_bytes())
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is not a checkpoint of tokendepth ({str(error)[:80]})") from None
-
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
@@ -164,6 +53,8 @@ def _deserialize(path: Path) -> Tensors:
 class Checkpoint:
     step: int
     tensors: Tensors
+    files: dict[str, bytes]
+    """Those of SMALL_FILES that the run had, as they were."""
 
 
 @dataclass(frozen=True)
@@ -190,23 +81,32 @@ class Run:
         run = cls(Path(path))
         with disk_faults(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
-            stray = [p.name for p in run.path.iterdir() if not p.name.startswith(".tmp-")]
-        if (run.path / "config.json").exists():
-            if not resume:
-                raise UserError(f"{run.path} already holds a run; go on with it by --resume, or choose another --out")
-            difference = _first_difference(to_dict(run.config), to_dict(config))
-            if difference:
-                raise UserError(f"{run.path} holds another run: {difference}; choose another --out")
-        elif stray:
-            raise UserError(
-                f"{run.path} is not empty and not a run (it holds {sorted(stray)[0]}); choose another --out"
-            )
+            stray = [p.name for p in run.path.iterdir() if not p.name.startswith(".tmp-") and p.name != LOCK]
+        if (run.path / "config.json").exists() and not resume:
+            raise UserError(f"{run.path} already holds a run; go on with it by --resume, or choose another --out")
+        if stray and (problem := run._problem_with(config, min(stray))) and not (resume and run._was_of(config)):
+            raise UserError(problem)
         with disk_faults(run.path):
             for left_over in [*run.path.glob(".tmp-*"), *run.checkpoints.glob(".tmp-*")]:
                 shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
-        if not (run.path / "config.json").exists():
-            write_json(run.path / "config.json", to_dict(config))
+        if not stray:
+            write_bytes(run.path / "config.json", config_bytes(config))
         return run
+
+    def _problem_with(self, config: RunConfig, stray: str) -> str | None:
+        """Why `config` cannot go on in this folder, which is not empty, as far as its config.json tells."""
+        if not (self.path / "config.json").exists():
+            return f"{self.path} is not empty and not a run (it holds {stray}); choose another --out"
+        try:
+            difference = _first_difference(to_dict(self.config), to_dict(config))
+        except UserError as error:
+            return str(error)
+        return f"{self.path} holds another run: {difference}; choose another --out" if difference else None
+
+    def _was_of(self, config: RunConfig) -> bool:
+        """Whether the newest good checkpoint is of `config`: then it is config.json that was damaged."""
+        checkpoint, _ = self.load_checkpoint()
+        return checkpoint is not None and checkpoint.files.get("config.json") == config_bytes(config)
 
     @property
     def name(self) -> str:
@@ -218,7 +118,7 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        path = self.path / "config.json"
+        path = self._checked("config.json")
         tree = read_json(path)
         try:
             return from_dict(tree)
@@ -227,13 +127,16 @@ class Run:
 
     # -- metrics: one JSON object a line, in order of steps
 
-    def append_metrics(self, row: dict[str, Any]) -> None:
-        with disk_faults(self.path), open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+    def append_metrics(self, row: dict[str, Any]) -> bytes:
+        """Add a row; returns the bytes that were added."""
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        with disk_faults(self.path), open(self.path / "metrics.jsonl", "ab") as file:
+            file.write(line)
+        return line
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every complete row; a last line that a crash cut short is not one."""
-        path = self.path / "metrics.jsonl"
+        path = self._checked("metrics.jsonl")
         rows = []
         lines = path.read_bytes().split(b"\n") if path.exists() else []
         for number, line in enumerate(lines, 1):
@@ -251,24 +154,45 @@ class Run:
                 rows.append(row)
         return rows
 
-    def rewind_metrics(self, step: int) -> None:
-        """Drop the rows after `step`, so that a resumed run's file reads as if it had never stopped."""
-        rows = [row for row in self.metrics() if row["step"] <= step]
-        write_bytes(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    # -- the small files: training holds them in memory, the folder and every checkpoint have a copy
+
+    def restore(self, files: dict[str, bytes]) -> list[str]:
+        """Write whichever of `files` is not as it should be; one line for each that was lost or damaged."""
+        lines = []
+        for name, content in files.items():
+            path = self.path / name
+            found = _content(path)
+            if found == content:
+                continue
+            # A run that was stopped has metrics of steps after its checkpoint, which it will take again.
+            if not (name == "metrics.jsonl" and found is not None and found.startswith(content)):
+                what = "was missing or unreadable" if found is None else "was damaged"
+                lines.append(f"{path} {what}; it is restored, nothing is lost")
+            write_bytes(path, content)
+        return lines
+
+    def _checked(self, name: str) -> Path:
+        """The path of a file that, in a finished run, is still as it was when the run was finished."""
+        if self.finished:
+            with _remedy_of_finished():
+                _, files = read_manifest(self.path)
+                if name in files:
+                    verify_file(self.path / name, files[name])
+        return self.path / name
 
     # -- checkpoints
 
-    def save_checkpoint(self, step: int, tensors: Tensors) -> None:
+    def save_checkpoint(self, step: int, tensors: Tensors, files: dict[str, bytes] | None = None) -> None:
         final, part = self.checkpoints / f"step-{step:08d}", self.checkpoints / f".tmp-{step:08d}-{os.getpid()}"
         with disk_faults(final):
             try:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
-                write_bytes(part / "state.safetensors", _serialize(tensors))
+                replace_bytes(part / "state.safetensors", serialize({**tensors, **_as_tensors(files or {})}))
                 write_manifest(part, CHECKPOINT_FILES, step)
                 shutil.rmtree(final, ignore_errors=True)  # there only if it was found damaged
                 os.rename(part, final)
-                _sync_folder(self.checkpoints)
+                sync_folder(self.checkpoints)
             except BaseException:
                 shutil.rmtree(part, ignore_errors=True)
                 raise
@@ -286,7 +210,10 @@ class Run:
                 step = verify_manifest(folder, CHECKPOINT_FILES)
                 if folder.name != f"step-{step:08d}":
                     raise UserError(f"{folder} holds step {step}, not the one in its name")
-                return Checkpoint(step, _deserialize(folder / "state.safetensors")), skipped
+                tensors = deserialize(folder / "state.safetensors")
+                return Checkpoint(step, tensors, _taken_files(tensors)), skipped
+            except NewerFormat:
+                raise
             except UserError as error:
                 remedy = (
                     "going back to the one before it" if number < len(folders) else "no other is left: starting afresh"
@@ -299,7 +226,12 @@ class Run:
 
     def check_corpus(self, fingerprint: str) -> None:
         """A run goes on, and is measured, only on the text that it was trained on."""
-        if (self.env or {}).get("corpus_sha256") not in (None, fingerprint):
+        env = self.env
+        if env is None:  # not begun
+            return
+        if not isinstance(env, dict) or "corpus_sha256" not in env:
+            raise UserError(f"{self.path / 'env.json'} is damaged: it does not name the corpus; restore it from a copy")
+        if env["corpus_sha256"] != fingerprint:
             corpus = self.config.data.corpus
             raise UserError(
                 f"the corpus {corpus!r} is not the one {self.path} was trained on; restore it or train anew"
@@ -313,19 +245,26 @@ class Run:
 
     def finish(self, weights: Tensors) -> None:
         """Write the trained weights; the manifest makes the run a finished one. Its checkpoints have served then."""
-        write_bytes(self.path / "model.safetensors", _serialize(weights))
-        write_manifest(self.path, MODEL_FILES, self.config.train.steps)
+        small = [name for name in SMALL_FILES if (self.path / name).exists()]
+        with disk_faults(self.path):
+            replace_bytes(self.path / "model.safetensors", serialize(weights))
+            write_manifest(self.path, tuple(sorted({*MODEL_FILES, *small})), self.config.train.steps)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
-    def weights(self) -> Tensors:
-        """The finished run's weights; a UserError if it is not finished or a file of it was changed."""
+    def verify(self) -> None:
+        """A UserError if the run is not finished, or a file of it was changed since."""
         if not self.finished:
-            raise UserError(f"{self.path} is not finished; go on with: tokendepth train ... --out {self.path} --resume")
-        try:
-            verify_manifest(self.path, MODEL_FILES)
-        except UserError as error:
-            raise UserError(f"{error}; restore it from a copy, or train the run anew in another folder") from None
-        return _deserialize(self.path / "model.safetensors")
+            missing = f", or {self.path / MANIFEST} was lost" if (self.path / "model.safetensors").exists() else ""
+            remedy = f"go on with: tokendepth train ... --out {self.path} --resume"
+            raise UserError(f"{self.path} is not finished{missing}; {remedy}")
+        with _remedy_of_finished():
+            verify_manifest(self.path, MODEL_FILES, SMALL_FILES)
+
+    def weights(self) -> Tensors:
+        """The finished run's weights, verified."""
+        self.verify()
+        with _remedy_of_finished():
+            return deserialize(self.path / "model.safetensors")
 
     @property
     def evaluation(self) -> dict[str, Any] | None:
@@ -337,8 +276,29 @@ class Run:
 
     @property
     def env(self) -> dict[str, Any] | None:
-        path = self.path / "env.json"
+        path = self._checked("env.json")
         return read_json(path) if path.exists() else None
+
+
+def config_bytes(config: RunConfig) -> bytes:
+    return json_bytes(to_dict(config))
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def _remedy_of_finished() -> Iterator[None]:
+    try:
+        yield
+    except NewerFormat:
+        raise
+    except UserError as error:
+        raise UserError(f"{error}; restore it from a copy, or train the run anew in another folder") from None
 
 
 def _step_of(folder: Path) -> int:
@@ -355,3 +315,15 @@ def _first_difference(there: dict[str, Any], wanted: dict[str, Any], prefix: str
         elif a != b:
             return f"its {prefix}{key} is {a!r}, not {b!r}"
     return None
+
+
+def _as_tensors(files: dict[str, bytes]) -> Tensors:
+    import numpy as np
+
+    return {f"file/{name}": np.frombuffer(content, np.uint8) for name, content in files.items()}
+
+
+def _taken_files(tensors: Tensors) -> dict[str, bytes]:
+    """Take the small files out of a checkpoint's tensors."""
+    taken = {name: tensors.pop(f"file/{name}", None) for name in SMALL_FILES}
+    return {name: array.tobytes() for name, array in taken.items() if array is not None}

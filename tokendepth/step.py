@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import math
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -41,10 +42,13 @@ class Ranks:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
         store, rank, world = next(iter(dist.rendezvous("env://")))
-        # A name of its own for each group: what an earlier one of this process left in the store is not for this one.
-        store = dist.PrefixStore(f"tokendepth-{next(_groups)}", store)
+        # A name of its own for each group: what an earlier one of this process left in the store is not for this one,
+        # nor the addresses of those whom torchrun started before it had to start all again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"tokendepth-{attempt}-{next(_groups)}", store)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5))
+        with _peers():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5))
         return cls(rank, world)
 
     def leave(self) -> None:
@@ -55,7 +59,8 @@ class Ranks:
     def sum(self, value: Tensor) -> Tensor:
         """In place, over all ranks."""
         if self.world > 1:
-            dist.all_reduce(value)
+            with _peers():
+                dist.all_reduce(value)
         return value
 
     def total(self, number: int) -> int:
@@ -74,7 +79,20 @@ class Ranks:
 
     def wait(self) -> None:
         if self.world > 1:
-            dist.barrier()
+            with _peers():
+                dist.barrier()
+
+
+@contextlib.contextmanager
+def _peers() -> Iterator[None]:
+    """All that can go wrong between ranks is that one is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(
+            "another process of this training has ended or cannot be reached; every saved step is intact; go on by "
+            "repeating the same line with --resume"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -207,11 +225,13 @@ class OptimiserStep:
         return graph
 
     def _not_finite(self, step: int, loss: float, norm: float) -> str:
-        names = zip(self.parameters, self.gradients, strict=True)
-        bad = next((name for name, gradient in names if not gradient.isfinite().all()), "the loss")
+        bad = _first_not_finite("weight", self.parameters, self.parameters.values())
+        if not bad and math.isfinite(loss):
+            bad = _first_not_finite("gradient", self.parameters, self.gradients)
         return (
-            f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}, first not finite at {bad}; stopped before the "
-            "update, the last checkpoint is intact; lower --train.lr or --train.clip, or check the data"
+            f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}, first not finite: {bad or 'the loss'}; stopped "
+            "before the update, the last checkpoint is intact; go on from it with --resume, and if it happens again "
+            "lower --train.lr or --train.clip, or check the data"
         )
 
     # -- state, as plain named tensors
@@ -243,6 +263,11 @@ class OptimiserStep:
             here = slice(done, done := done + part.numel())
             count = torch.tensor(float(step), device=self.device)
             self.adam.state[part] = {"step": count, **{moment: flat[moment][here].clone() for moment in MOMENTS}}
+
+
+def _first_not_finite(kind: str, names: Iterable[str], tensors: Iterable[Tensor]) -> str:
+    pairs = zip(names, tensors, strict=True)
+    return next((f"{kind} {name}" for name, tensor in pairs if not tensor.isfinite().all()), "")
 
 
 def _room(parameter: Tensor) -> int:

@@ -23,10 +23,12 @@ from tokendepth.config import RunConfig
 from tokendepth.data import Dataset
 from tokendepth.errors import Interrupted, UserError
 from tokendepth.evaluate import Batch, batches, measure
+from tokendepth.files import json_bytes
+from tokendepth.lock import only_one
 from tokendepth.machine import choose_device, environment
 from tokendepth.methods import build
 from tokendepth.progress import TrainingProgress, console
-from tokendepth.runs import Run, write_json
+from tokendepth.runs import Run, config_bytes
 from tokendepth.step import OptimiserStep, Ranks, Stats, cosine, fitting
 from tokendepth.trace import DepthTotals
 
@@ -72,12 +74,11 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: boo
     """Train `config` into the folder `out`. `resume` goes on with what is there and starts afresh where nothing is."""
     device = choose_device(config.train.device)
     ranks = Ranks.join(device)
-    try:
-        training = _Training(config, Path(out), resume, show and ranks.rank == 0, device, ranks)
-        with training.stop:  # from here on there is something to save
-            return training.run_to_end()
-    finally:
-        ranks.leave()
+    with contextlib.ExitStack() as held:
+        held.callback(ranks.leave)
+        training = _Training(config, Path(out), resume, show and ranks.rank == 0, device, ranks, held)
+        held.enter_context(training.stop)  # from here on there is something to save
+        return training.run_to_end()
 
 
 class _Training:
@@ -89,6 +90,7 @@ class _Training:
         show: bool,
         device: torch.device,
         ranks: Ranks,
+        held: contextlib.ExitStack,
     ) -> None:
         parts = config.train.accumulate * ranks.world
         if config.train.batch_size % parts:
@@ -105,17 +107,20 @@ class _Training:
         self.device, self.ranks, self.stop, self.show = device, ranks, StopSignals(), show
         self.writer = None
         summary_writer = _summary_writer() if self.config.train.tensorboard else None
-        if ranks.rank == 0:
-            self.run = Run.create(out, self.config, resume=resume)
-        ranks.wait()
         self.run = Run(out)
-        self.run.check_corpus(self.dataset.fingerprint)
+        if ranks.rank == 0:
+            if not self.run.finished:  # one that is may lie where nothing can be written
+                held.enter_context(only_one(out))
+            Run.create(out, self.config, resume=resume)
+        ranks.wait()
         if summary_writer and ranks.rank == 0 and not self.run.finished:
             self.writer = summary_writer(str(out / "tensorboard"))
 
     def run_to_end(self) -> Run:
         run, config = self.run, self.config.train
         if run.finished:
+            run.verify()
+            run.check_corpus(self.dataset.fingerprint)
             self._say(f"{run.path} is finished already")
             return run
         self.model = build(self.config).to(self.device).train()
@@ -135,6 +140,7 @@ class _Training:
         if self.ranks.rank == 0:
             with self.optimiser_step.uncompiled():
                 calibrate(self.model, self.dataset)
+            self._restore_files()
             run.finish({name: tensor.detach().cpu().numpy() for name, tensor in self.model.state_dict().items()})
         self.ranks.wait()
         return run
@@ -148,25 +154,39 @@ class _Training:
         checkpoint, skipped = self.run.load_checkpoint()
         for line in skipped:
             self._say(line)
+        if not checkpoint and (self.run.path / "model.safetensors").exists():
+            self._say(
+                f"{self.run.path / 'model.safetensors'} has lost its manifest; not trusted, training starts afresh"
+            )
         step = 0
         if checkpoint:
             step = checkpoint.step
             self.optimiser_step.load_state(checkpoint.tensors, step)
             tokens, self.tlops = fitting(checkpoint.tensors, "progress", torch.zeros(2)).tolist()
             self.tokens, self.saved = int(tokens), step
-        if self.ranks.rank == 0:
-            self.run.rewind_metrics(step)
-            if step == 0:
-                facts = {
-                    **environment(self.device),
-                    "ranks": self.ranks.world,
-                    "corpus_sha256": self.dataset.fingerprint,
-                }
-                write_json(self.run.path / "env.json", facts)
-                write_json(self.run.path / "tokenizer.json", self.dataset.tokenizer.to_dict())
+        self.files = checkpoint.files if checkpoint else self._first_files()
+        if checkpoint and self.ranks.rank == 0:
+            self._restore_files()
+        self.ranks.wait()
+        self.run.check_corpus(self.dataset.fingerprint)
+        if not checkpoint and self.ranks.rank == 0:
+            self.run.restore(self.files)
         self.validated = {row["step"] for row in self.run.metrics() if "val_loss" in row}
         self.ranks.wait()
         return step
+
+    def _first_files(self) -> dict[str, bytes]:
+        facts = {**environment(self.device), "ranks": self.ranks.world, "corpus_sha256": self.dataset.fingerprint}
+        return {
+            "config.json": config_bytes(self.config),
+            "env.json": json_bytes(facts),
+            "tokenizer.json": json_bytes(self.dataset.tokenizer.to_dict()),
+            "metrics.jsonl": b"",
+        }
+
+    def _restore_files(self) -> None:
+        for line in self.run.restore(self.files):
+            self._say(line)
 
     def _step(self, step: int) -> None:
         """Take step number `step` (from 0) and write down what is due after it."""
@@ -234,7 +254,7 @@ class _Training:
     def _log(self, step: int, row: dict[str, float]) -> None:
         row = {"step": step, **row, "tokens": self.tokens, "tlops": self.tlops}
         if self.ranks.rank == 0:
-            self.run.append_metrics(row)
+            self.files["metrics.jsonl"] += self.run.append_metrics(row)
         if self.writer:
             for name, value in row.items():
                 self.writer.add_scalar(name, value, step)
@@ -248,8 +268,14 @@ class _Training:
 
     def _save(self, step: int) -> None:
         if self.ranks.rank == 0 and self.saved != step:
-            progress = np.array([self.tokens, self.tlops])
-            self.run.save_checkpoint(step, {**self.optimiser_step.state(), "progress": progress})
+            state = {**self.optimiser_step.state(), "progress": np.array([self.tokens, self.tlops])}
+            for name, array in state.items():
+                if not np.isfinite(array).all():
+                    raise UserError(
+                        f"step {step}: {name} is not finite, so it is not saved; the last checkpoint is intact; go on "
+                        "from it with --resume, and lower --train.lr if it happens again"
+                    )
+            self.run.save_checkpoint(step, state, self.files)
         self.saved = step
         self.ranks.wait()
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tokendepth.config import DataConfig, DenseConfig, RunConfig, TrainConfig, TSAConfig
-from tokendepth.runs import MANIFEST, Run, write_json
+from tokendepth.files import write_json, write_manifest
+from tokendepth.runs import Run
 
 TEXT = (
     "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\nFirst Citizen:\n"
@@ -112,5 +113,5 @@ def write_run(
     if env is not None:
         write_json(path / "env.json", env)
     if finished:
-        write_json(path / MANIFEST, {})
+        write_manifest(path, ("config.json", "metrics.jsonl"), config.train.steps)
     return run

@@ -60,3 +60,20 @@ def test_the_training_table_shows_medians_and_quartiles(tmp_path):
     made = render("<!-- training: t.json -->\n<!-- end -->", tmp_path)
     assert "| abacus, float32 | d8 | 2.00 (1.50 to 2.50) | 2.10 (1.60 to 2.60) | 1.050 (1.040 to 1.060) |" in made
     assert "r, 5,000 steps on abacus: 9.9 s" in made
+
+
+def test_the_faults_table_has_the_other_trainers_figures_in_a_column_of_their_own(tmp_path):
+    row = {"title": "a kill", "claim": "nothing lost", "attempts": 1234, "failed": 0, "figures": {}, "device": "CPU"}
+    rows = [
+        {**row, "fault": "kill", "figures": {"runs": 7, "max difference": 0.0}},
+        {**row, "fault": "fire", "failed": 2},
+        {**row, "fault": "gpu", "figures": {"max difference": 0.000123}, "device": "abacus"},
+    ]
+    add_rows(tmp_path / "f.json", rows, identity=("fault",))
+    other = [{"fault": "kill", "trainer": "Other 1.0", "outcome": "39 of 100 refused"}]
+    add_rows(tmp_path / "faults_baseline.json", other, identity=("fault",))
+    made = render("<!-- faults: f.json -->\n<!-- end -->", tmp_path).splitlines()
+    assert made[1] == "| fault | tried | outcome | Other 1.0 |"
+    assert made[3] == "| a kill | 1,234 | nothing lost (max difference 0) | 39 of 100 refused |"
+    assert made[4] == "| a kill | 1,234 | **2 failures**, else: nothing lost | \u2014 |"
+    assert made[5] == "| a kill | 1,234 | nothing lost (max difference 0.00012; abacus) | \u2014 |"

@@ -21,7 +21,7 @@ import numpy as np
 from tokendepth.data.text import TextDataset
 from tokendepth.data.tokenizer import tokenizer_from_dict
 from tokendepth.errors import UserError
-from tokendepth.runs import sha256
+from tokendepth.files import sha256
 
 CACHE_VERSION = 1
 LEFT_OVER_AFTER_S = 24 * 3600

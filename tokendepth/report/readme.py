@@ -1,4 +1,4 @@
-"""The README's generated parts: whatever stands between `<!-- results: FILE -->` and `<!-- end -->` is made from FILE.
+"""The README's generated parts: whatever stands between `<!-- KIND: FILE -->` and `<!-- end -->` is made from FILE.
 
 python -m tokendepth.report.readme
 """
@@ -6,18 +6,22 @@ python -m tokendepth.report.readme
 import re
 from pathlib import Path
 
+from tokendepth.files import write_bytes
 from tokendepth.report.results import records
 from tokendepth.report.summary import group
 from tokendepth.report.tables import markdown_table
 from tokendepth.results import Row, read_rows
-from tokendepth.runs import write_bytes
 
-PART = re.compile(r"(<!-- (results|training): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PART = re.compile(r"(<!-- (results|training|faults): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def render(text: str, root: Path) -> str:
     """`text` with every generated part made anew from the files under `root`."""
-    makers = {"results": lambda path: markdown_table(group(records(path))), "training": _training_table}
+    makers = {
+        "results": lambda path: markdown_table(group(records(path))),
+        "training": _training_table,
+        "faults": _faults_table,
+    }
     return PART.sub(lambda m: m[1] + makers[m[2]](root / m[3]) + m[5], text)
 
 
@@ -36,6 +40,23 @@ def _training_line(row: Row) -> str:
     times = ["{:.2f} ({:.2f} to {:.2f})".format(*row[name]) for name in ("dense_ms", "tsa_ms")]
     ratio = "{:.3f} ({:.3f} to {:.3f})".format(*row["ratio"])
     return f"| {row['device']}, {row['dtype']} | {row['shape']} | {times[0]} | {times[1]} | {ratio} |"
+
+
+def _faults_table(path: Path) -> str:
+    """Beside what was measured for another trainer, in a file of its own."""
+    others = {row["fault"]: row for row in read_rows(path.with_name("faults_baseline.json"))}
+    (trainer,) = {row["trainer"] for row in others.values()}
+    lines = [f"| fault | tried | outcome | {trainer} |", "|---|--:|---|---|"]
+    lines += [_fault_line(row, others.get(row["fault"], {}).get("outcome", "\u2014")) for row in read_rows(path)]
+    return "\n".join(lines) + "\n"
+
+
+def _fault_line(row: Row, other: str) -> str:
+    outcome = row["claim"] if not row["failed"] else f"**{row['failed']} failures**, else: {row['claim']}"
+    differences = [f"{name} {value:.2g}" for name, value in row["figures"].items() if "difference" in name]
+    where = [] if row["device"].startswith("CPU") else [row["device"]]
+    notes = "; ".join(differences + where)
+    return f"| {row['title']} | {row['attempts']:,} | {outcome}{f' ({notes})' if notes else ''} | {other} |"
 
 
 if __name__ == "__main__":

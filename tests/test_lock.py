@@ -1,0 +1,97 @@
+"""One process at a time trains into a run folder, and a lock outlives nobody."""
+
+import errno
+import os
+
+import pytest
+
+from tests.tiny import hashes, one_line, tiny
+from tokendepth.errors import UserError
+from tokendepth.evaluate import evaluate
+from tokendepth.lock import only_one
+from tokendepth.runs import LOCK, Run
+from tokendepth.train import train
+
+fcntl = pytest.importorskip("fcntl")
+
+
+def test_the_second_is_refused_and_told_who_the_first_is(tmp_path):
+    with only_one(tmp_path / "new" / "run"):
+        with pytest.raises(UserError) as raised, only_one(tmp_path / "new" / "run"):
+            pytest.fail("let in")
+        message = one_line(raised.value)
+        assert f"{tmp_path / 'new' / 'run'} is being trained by process {os.getpid()} on " in message
+        assert "choose another --out" in message
+        with only_one(tmp_path / "other"):
+            pass
+    with only_one(tmp_path / "new" / "run"):
+        pass
+    assert list((tmp_path / "new" / "run").iterdir()) == []
+
+
+def test_it_is_released_when_the_training_fails(tmp_path):
+    with pytest.raises(ZeroDivisionError), only_one(tmp_path):
+        _ = 1 / 0
+    with only_one(tmp_path):
+        pass
+
+
+def test_the_file_that_a_killed_process_left_holds_nobody_up(tmp_path):
+    config = tiny(tmp_path, steps=2)
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / LOCK).write_text("process 4711 on a machine that is off, with a name longer than the next one's " * 3)
+    run = train(config, out, show=False)
+    assert run.finished
+    assert not (out / LOCK).exists()
+
+
+def test_a_file_removed_by_the_one_before_is_not_locked_in_vain(tmp_path, monkeypatch):
+    """It ended between our opening the file and locking it: our lock would be on a file that nobody else can see."""
+    real, calls = fcntl.flock, []
+
+    def removed(handle, how):
+        if not calls:
+            (tmp_path / LOCK).unlink()
+        calls.append(handle)
+        real(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed)
+    with only_one(tmp_path):
+        assert len(calls) == 2
+        with pytest.raises(UserError), only_one(tmp_path):
+            pytest.fail("let in")
+
+
+def test_where_there_are_no_locks_nobody_is_refused(tmp_path, monkeypatch):
+    def unsupported(handle, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with only_one(tmp_path), only_one(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    def read_only(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(UserError) as raised, only_one(tmp_path):
+        pytest.fail("let in")
+    assert "read-only" in one_line(raised.value)
+
+
+def test_a_second_training_changes_nothing_and_readers_need_no_lock(tmp_path):
+    config = tiny(tmp_path, steps=2)
+    run = train(config, tmp_path / "run", show=False)
+    begun = Run.create(tmp_path / "begun", run.config, resume=False)
+    (begun.path / ".tmp-of-the-first").write_text("half")
+    with only_one(begun.path), only_one(run.path):
+        before = hashes(begun.path)
+        with pytest.raises(UserError, match="is being trained by"):
+            train(config, begun.path, resume=True, show=False)
+        assert hashes(begun.path) == before
+        assert evaluate(run, timing=False)["tokens"] > 0
+        assert train(config, run.path, resume=True, show=False) == run  # finished: it only reads
+    assert train(config, begun.path, resume=True, show=False).finished

@@ -1,0 +1,90 @@
+"""What came of one kind of fault, injected many times; and the small run that is disturbed."""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokendepth.config import DataConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.errors import UserError
+from tokendepth.runs import Run
+
+Tell = Callable[[int, int], None]
+"""Called with how many are done, of how many."""
+
+
+@dataclass
+class Outcome:
+    attempts: int = 0
+    failures: list[str] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    """What else was counted or measured."""
+    says: list[str] = field(default_factory=list)
+    """What a user was told, every different line once."""
+    skipped: str = ""
+    """Why nothing was tried on this machine."""
+
+    def check(self, ok: bool, failure: object) -> None:
+        if not ok:
+            self.failures.append(str(failure))
+
+    def compare(self, run: Run, expected: Run, *, metrics: bool = True) -> None:
+        """A run that was disturbed and gone on with must end as the undisturbed one did."""
+        try:
+            difference = max_difference(run, expected)
+            self.check(difference == 0.0, f"{run.name}: weights differ by {difference}")
+            self.check(not metrics or _steady(run) == _steady(expected), f"{run.name}: metrics differ")
+        except UserError as error:
+            self.failures.append(str(error))
+
+    def said(self, lines: list[str], folder: Path) -> None:
+        """Keep what was said, without the folders that this measurement made up; numbers make no new line."""
+        known = {re.sub(r"\d+", "0", line) for line in self.says}
+        for line in lines:
+            plain = line.replace(str(folder), "RUNS")
+            if (kind := re.sub(r"\d+", "0", plain)) not in known:
+                known.add(kind)
+                self.says.append(plain)
+
+
+def subject(folder: Path, **train: Any) -> RunConfig:
+    """A run that trains in a fraction of a second: TSA, dropout on, a checkpoint at every step."""
+    corpus = folder / "corpus.txt"
+    if not corpus.exists():
+        lines = (f"{n} green bottles on the wall, {n * n} of them \u2013 and one falls\n" for n in range(60, 0, -1))
+        folder.mkdir(parents=True, exist_ok=True)
+        corpus.write_text("".join(lines), encoding="utf-8")
+    settings = {"steps": 20, "batch_size": 4, "lr": 1e-2, "eval_every": 5, "checkpoint_every": 1, "log_every": 1}
+    return RunConfig(
+        data=DataConfig(f"text:{corpus}"),
+        model=ModelConfig(d_model=32, n_layer=3, n_head=4, d_ff=64, context=16, dropout=0.1),
+        method=TSAConfig(depth_penalty=0.1),
+        train=TrainConfig(**{**settings, "device": "cpu", "dtype": "float32", **train}),
+    )
+
+
+def max_difference(run: Run, expected: Run) -> float:
+    """Of any weight; infinite where the two do not have the same ones, 0.0 only where they are the same to the bit."""
+    one, other = run.weights(), expected.weights()
+    if {n: a.tobytes() for n, a in one.items()} == {n: a.tobytes() for n, a in other.items()}:
+        return 0.0
+    if {n: a.shape for n, a in one.items()} != {n: a.shape for n, a in other.items()}:
+        return float("inf")
+    largest = max(float(np.abs(one[n].astype(np.float64) - other[n]).max()) for n in one)
+    return largest if largest > 0 else float("inf")  # the same value in other bits, or NaN
+
+
+def _steady(run: Run) -> list[dict[str, Any]]:
+    """Metrics without the one number that a clock makes."""
+    return [{key: value for key, value in row.items() if key != "tokens_per_s"} for row in run.metrics()]
+
+
+def package_environment() -> dict[str, str]:
+    """For a process that is to import this very package, with one thread: bits depend on how many share a sum."""
+    root = str(Path(__file__).resolve().parents[3])
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    return {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
