@@ -19,6 +19,7 @@ LONGEST_FILE = 400
 # A unit is a file or folder directly in tokendepth/. It may import the units of every later layer.
 LAYERS: tuple[set[str], ...] = (
     {"cli"},
+    {"commands"},
     {"arguments"},
     {"recipes", "report", "hf", "serve", "analysis", "bench"},
     {"sweep", "calibrate", "train", "step", "progress", "evaluate", "generate", "describe", "doctor"},
@@ -27,7 +28,7 @@ LAYERS: tuple[set[str], ...] = (
     {"config", "files", "runs", "lock", "results", "trace", "errors", "machine"},
 )
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-SATELLITES = LAYERS[2]  # these never import each other; the units of every other layer may
+SATELLITES = LAYERS[3]  # these never import each other; the units of every other layer may
 ONLY = {"recipes": {"config", "errors"}, "report": {"config", "files", "runs", "results", "trace", "errors"}}
 
 TORCH_FREE = {"config", "files", "runs", "lock", "results", "trace", "errors", "recipes", "report"}
@@ -37,7 +38,7 @@ CONFINED = {  # third-party package -> the only files in tokendepth/ that may im
     "matplotlib": r"report/.+",
     "jinja2": r"report/.+",
     "fastapi": r"serve/.+",
-    "tyro": r"cli\.py",
+    "tyro": r"(cli|commands)\.py",
 }
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 TORCH_FILES = {"torch.load", "torch.save", "torch.serialization.load", "torch.serialization.save"}
