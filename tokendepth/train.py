@@ -260,8 +260,8 @@ class _Training:
             for name, array in state.items():
                 if not np.isfinite(array).all():
                     raise UserError(
-                        f"step {step}: {name} is not finite, so it is not saved; the last checkpoint is intact; go on "
-                        "from it with --resume, and lower --train.lr if it happens again"
+                        f"step {step}: {name} is not finite, so it is not saved; the last checkpoint is intact; go on from "
+                        "it with --resume; if it happens again, train anew in another --out with a lower --train.lr"
                     )
             self.run.save_checkpoint(step, state, self.files)
         self.saved = step
