@@ -22,9 +22,10 @@ from tests.flops import count_flops
 from tokendepth.cache import KVCache
 from tokendepth.config import METHOD_CONFIGS, BudgetConfig, MethodConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
 from tokendepth.evaluate import load_model
+from tokendepth.files import write_json
 from tokendepth.methods import METHODS, build
 from tokendepth.model import LanguageModel, Output
-from tokendepth.runs import Run, write_json
+from tokendepth.runs import Run
 from tokendepth.trace import EXECUTIONS
 
 TIME = 16

@@ -7,9 +7,10 @@ import torch
 from tokendepth.config import check_budget, method_name
 from tokendepth.data import Dataset
 from tokendepth.errors import UserError
+from tokendepth.files import read_json, write_json
 from tokendepth.methods.budget import Budget
 from tokendepth.model import LanguageModel
-from tokendepth.runs import Run, read_json, write_json
+from tokendepth.runs import Run
 
 TOKENS = 2**15
 """Enough for a share of tokens to be known to about 0.003."""
