@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import TEXT
 from tokendepth.cli import main, parse
 from tokendepth.report.readme import render
 
@@ -21,7 +22,7 @@ TINY = (
     "--data.corpus stdlib --model.d-model 16 --model.n-layer 2 --model.n-head 2 --model.d-ff 16 --model.context 16 "
     "--train.steps 2 --train.batch-size 2 --train.eval-every 9"
 )
-SWEPT = ":".join(word.replace(" ", "=") for word in TINY.replace("--data.corpus stdlib", "").split("--") if word)
+SWEPT = ":".join(f"{name}={value}" for name, value in zip(*[iter(TINY.replace("--", "").split())] * 2, strict=True))
 
 
 def test_the_tables_are_those_of_results():
@@ -62,7 +63,9 @@ def test_the_commands_work_one_after_the_other(tmp_path, monkeypatch, capsys):
         if words[0] == "evaluate":
             words.append("--no-timing")
         if words[0] == "sweep":
-            words = [f"{word}:{SWEPT}" if "." in word else word for word in words]
+            (tmp_path / "text").write_text(TEXT, encoding="utf-8")  # the library's whole validation split takes long
+            swept = SWEPT.replace("=stdlib", "=text:text")
+            words = [f"{word}:{swept}" if "." in word else word for word in words]
         main(words)
         ran.append(words[0])
     asked = ["doctor", "describe", "train", "train", "evaluate", "report", "generate"]

@@ -25,10 +25,10 @@ def calibrate(model: LanguageModel, dataset: Dataset, budget: float | None = Non
         return
     context = model.config.context
     ids, _ = dataset.train_batch(seed=SEED, step=0, batch_size=max(1, TOKENS // context), context=context)
-    was_training = model.training
+    was_training, device = model.training, model.embedding.weight.device
     model.eval()
     try:
-        model.calibrate(torch.from_numpy(ids).to(method.blocks[0].norm_ffn.weight.device), budget or method.budget)
+        model.calibrate(torch.from_numpy(ids).to(device), budget or method.budget)
     finally:
         model.train(was_training)
 
