@@ -15,6 +15,7 @@ from tokendepth.config import (
     SYNTHETIC_CORPORA,
     DataConfig,
     DenseConfig,
+    MoDConfig,
     ModelConfig,
     RunConfig,
     TrainConfig,
@@ -270,6 +271,23 @@ def test_a_value_out_of_range_is_refused(part, key, value):
         assert named in message
         assert shown in message
         assert "expected" in message
+
+
+REFUSED_KNOBS = [
+    (MoDConfig, "capacity", 0.0),
+    (MoDConfig, "capacity", 1.1),
+    (MoDConfig, "capacity", math.nan),
+    (MoDConfig, "every", 0),
+    (MoDConfig, "decision_loss", 0.0),
+    (MoDConfig, "decision_loss", math.inf),
+]
+
+
+@pytest.mark.parametrize(("cls", "key", "value"), REFUSED_KNOBS, ids=str)
+def test_a_knob_out_of_range_is_refused(cls, key, value):
+    message = refused(cls, **{key: value})
+    assert message.startswith(f"method.{key} is {value!r}; expected ")
+    assert message.endswith(f"; set it with --method.{key.replace('_', '-')}")
 
 
 @pytest.mark.parametrize("cls", [DataConfig, ModelConfig, TrainConfig, *METHOD_CONFIGS.values()])

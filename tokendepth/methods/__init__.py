@@ -6,10 +6,11 @@ from tokendepth.config import RunConfig, method_name
 from tokendepth.methods.base import Method
 from tokendepth.methods.budget import Budget
 from tokendepth.methods.dense import Dense
+from tokendepth.methods.mod import MoD
 from tokendepth.methods.tsa import TSA
 from tokendepth.model import LanguageModel
 
-METHODS: dict[str, type[Method]] = {"dense": Dense, "tsa": TSA, "budget": Budget}
+METHODS: dict[str, type[Method]] = {"dense": Dense, "tsa": TSA, "budget": Budget, "mod": MoD}
 
 
 def build(config: RunConfig) -> LanguageModel:

@@ -5,6 +5,7 @@ from tokendepth.config import (
     DataConfig,
     DenseConfig,
     MethodConfig,
+    MoDConfig,
     ModelConfig,
     RunConfig,
     TrainConfig,
@@ -29,3 +30,8 @@ def tsa() -> RunConfig:
 def budget() -> RunConfig:
     """enwik8, budget routing: any share of the token-layer work, named by --method.budget."""
     return _run(BudgetConfig())
+
+
+def mod() -> RunConfig:
+    """enwik8, Mixture-of-Depths: an eighth of the tokens in every other block."""
+    return _run(MoDConfig())

@@ -1,0 +1,83 @@
+"""The knobs of each method, in a class of its own: another method's flag is an error. Standard library only."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tokendepth.checks import check, check_range, check_types
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """The fixed-depth baseline: every token passes every block. It has no knobs."""
+
+
+@dataclass(frozen=True)
+class TSAConfig:
+    """Token-Selective Attention: a learned gate per token and block."""
+
+    depth_penalty: float = 0.001
+    """Lambda of the paper: the price of the mean active fraction."""
+    threshold: float = 0.5
+    """Hard and sparse execution skip a token whose halting probability exceeds this."""
+    skip: Literal["block", "ffn"] = "block"
+    """What sparse execution skips: block = Q, attention rows, output projection, FFN; ffn = the FFN (the paper)."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        check_range("method.depth_penalty", self.depth_penalty, 0, 1000)
+        check_range("method.threshold", self.threshold, 0, 1)
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    """Budget routing: name the share of tokens that the blocks work on; training holds it, execution keeps it."""
+
+    budget: float = 0.4
+    """Share of the tokens that are active in the routed blocks, above 0 and up to 1."""
+    dial: bool = True
+    """Train every sequence at a budget of its own, so that one model serves them all; off trains at `budget` alone."""
+    distill: float = 1.0
+    """Weight of learning from the same model's pass at full budget, which doubles the training step; 0 is without."""
+    routing: Literal["learned", "random"] = "learned"
+    """random throws dice instead of asking a router: the control."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        check_budget("method.budget", self.budget)
+        check_range("method.distill", self.distill, 0, 1000)
+
+
+@dataclass(frozen=True)
+class MoDConfig:
+    """Mixture-of-Depths: every other block works on the tokens of highest router weight, the others pass by."""
+
+    capacity: float = 0.125
+    """Share of a sequence's tokens that a routed block takes while training, above 0 and up to 1."""
+    every: int = 2
+    """Every which block is routed; 2 is every other."""
+    decides: Literal["predictor", "router"] = "predictor"
+    """Who decides without seeing the future: a predictor of its own, or the router itself, trained towards it."""
+    decision_loss: float = 0.01
+    """Weight of the cross-entropy that teaches the decision, above 0."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        check_budget("method.capacity", self.capacity)
+        check_range("method.every", self.every, 1, 1_000_000)
+        check_positive("method.decision_loss", self.decision_loss)
+
+
+def check_positive(name: str, value: float) -> None:
+    check(0 < value <= 1000, name, value, "a number above 0 and up to 1000")
+
+
+def check_budget(name: str, budget: float) -> None:
+    check(0 < budget <= 1, name, budget, "a number above 0 and up to 1, the share of tokens to work on")
+
+
+METHOD_CONFIGS: dict[str, type] = {"dense": DenseConfig, "tsa": TSAConfig, "budget": BudgetConfig, "mod": MoDConfig}
+MethodConfig = DenseConfig | TSAConfig | BudgetConfig | MoDConfig
+
+
+def method_name(config: MethodConfig) -> str:
+    return next(name for name, cls in METHOD_CONFIGS.items() if type(config) is cls)
