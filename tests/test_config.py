@@ -15,6 +15,7 @@ from tokendepth.config import (
     SYNTHETIC_CORPORA,
     DataConfig,
     DenseConfig,
+    EarlyExitConfig,
     MoDConfig,
     ModelConfig,
     RunConfig,
@@ -280,6 +281,11 @@ REFUSED_KNOBS = [
     (MoDConfig, "every", 0),
     (MoDConfig, "decision_loss", 0.0),
     (MoDConfig, "decision_loss", math.inf),
+    (EarlyExitConfig, "threshold", 0.0),
+    (EarlyExitConfig, "threshold", 1.0),
+    (EarlyExitConfig, "oracle_penalty", -0.1),
+    (EarlyExitConfig, "oracle_smoothing", math.inf),
+    (EarlyExitConfig, "halting_loss", 0.0),
 ]
 
 

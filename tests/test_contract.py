@@ -27,6 +27,7 @@ from tokendepth.calibrate import calibrate
 from tokendepth.config import (
     METHOD_CONFIGS,
     BudgetConfig,
+    EarlyExitConfig,
     MethodConfig,
     MoDConfig,
     ModelConfig,
@@ -54,6 +55,9 @@ CASES["tsa-ffn"] = TSAConfig(skip="ffn")
 CASES["budget-plain"] = BudgetConfig(dial=False, distill=0)
 CASES["budget-random"] = BudgetConfig(routing="random")
 CASES["mod-router"] = MoDConfig(decides="router", every=1, capacity=0.5)
+CASES["early_exit"] = EarlyExitConfig(threshold=0.4)  # untrained, no token is as sure as 0.9
+CASES["early_exit-learned"] = EarlyExitConfig("learned")
+CASES["early_exit-likelihood"] = EarlyExitConfig("learned", oracle="likelihood", oracle_smoothing=1.0)
 DEPTH: dict[str, int] = {}
 """Where three layers do not do."""
 ACTIVE = ("none", "one", "some", "all")

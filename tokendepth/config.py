@@ -16,6 +16,7 @@ from tokendepth.checks import check, check_range, check_types, coerce, flag, pri
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.method_configs import METHOD_CONFIGS, DenseConfig, MethodConfig, method_name
 from tokendepth.method_configs import BudgetConfig as BudgetConfig
+from tokendepth.method_configs import EarlyExitConfig as EarlyExitConfig
 from tokendepth.method_configs import MoDConfig as MoDConfig
 from tokendepth.method_configs import TSAConfig as TSAConfig
 from tokendepth.method_configs import check_budget as check_budget

@@ -67,6 +67,33 @@ class MoDConfig:
         check_positive("method.decision_loss", self.decision_loss)
 
 
+@dataclass(frozen=True)
+class EarlyExitConfig:
+    """Early exit: a token leaves after the first block whose answer is good enough."""
+
+    exit: Literal["confidence", "learned"] = "confidence"
+    """confidence reads the head after every block (the TSA paper's baseline); learned is a trained halting unit."""
+    threshold: float | None = None
+    """Leave above this probability, of the likeliest token (0.9 unless set) or of the halting unit (0.5 unless set)."""
+    oracle: Literal["likelihood", "correctness"] = "correctness"
+    """What names the exit to be learned: the target's likelihood, or whether the likeliest token is right."""
+    oracle_penalty: float = 0.1
+    """Lambda: what each further block costs the oracle."""
+    oracle_smoothing: float = 0.0
+    """Sigma of the kernel over neighbouring tokens by which the oracle is smoothed; 0 is without."""
+    halting_loss: float = 1.0
+    """Alpha: weight of the loss of learned exits, above 0."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        if self.threshold is not None:
+            expected = "a number above 0 and below 1"
+            check(0 < self.threshold < 1, "method.threshold", self.threshold, expected)
+        check_range("method.oracle_penalty", self.oracle_penalty, 0, 1000)
+        check_range("method.oracle_smoothing", self.oracle_smoothing, 0, 1_000_000)
+        check_positive("method.halting_loss", self.halting_loss)
+
+
 def check_positive(name: str, value: float) -> None:
     check(0 < value <= 1000, name, value, "a number above 0 and up to 1000")
 
@@ -75,8 +102,14 @@ def check_budget(name: str, budget: float) -> None:
     check(0 < budget <= 1, name, budget, "a number above 0 and up to 1, the share of tokens to work on")
 
 
-METHOD_CONFIGS: dict[str, type] = {"dense": DenseConfig, "tsa": TSAConfig, "budget": BudgetConfig, "mod": MoDConfig}
-MethodConfig = DenseConfig | TSAConfig | BudgetConfig | MoDConfig
+METHOD_CONFIGS: dict[str, type] = {
+    "dense": DenseConfig,
+    "tsa": TSAConfig,
+    "budget": BudgetConfig,
+    "mod": MoDConfig,
+    "early_exit": EarlyExitConfig,
+}
+MethodConfig = DenseConfig | TSAConfig | BudgetConfig | MoDConfig | EarlyExitConfig
 
 
 def method_name(config: MethodConfig) -> str:

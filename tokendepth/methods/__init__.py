@@ -1,4 +1,4 @@
-"""One paper, one file. A new method: its file here, its entry in METHODS, its knobs beside TSAConfig in config.py."""
+"""One paper, one file. A new method: its file here, its entry in METHODS, its knobs in method_configs.py."""
 
 import torch
 
@@ -6,11 +6,18 @@ from tokendepth.config import RunConfig, method_name
 from tokendepth.methods.base import Method
 from tokendepth.methods.budget import Budget
 from tokendepth.methods.dense import Dense
+from tokendepth.methods.early_exit import EarlyExit
 from tokendepth.methods.mod import MoD
 from tokendepth.methods.tsa import TSA
 from tokendepth.model import LanguageModel
 
-METHODS: dict[str, type[Method]] = {"dense": Dense, "tsa": TSA, "budget": Budget, "mod": MoD}
+METHODS: dict[str, type[Method]] = {
+    "dense": Dense,
+    "tsa": TSA,
+    "budget": Budget,
+    "mod": MoD,
+    "early_exit": EarlyExit,
+}
 
 
 def build(config: RunConfig) -> LanguageModel:

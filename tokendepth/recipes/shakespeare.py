@@ -4,6 +4,7 @@ from tokendepth.config import (
     BudgetConfig,
     DataConfig,
     DenseConfig,
+    EarlyExitConfig,
     MethodConfig,
     MoDConfig,
     ModelConfig,
@@ -35,3 +36,8 @@ def budget() -> RunConfig:
 def mod() -> RunConfig:
     """Tiny-Shakespeare, Mixture-of-Depths: an eighth of the tokens in every other block."""
     return _run(MoDConfig())
+
+
+def early_exit() -> RunConfig:
+    """Tiny-Shakespeare, early exit by confidence, the paper's baseline."""
+    return _run(EarlyExitConfig())
