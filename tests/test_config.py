@@ -19,6 +19,7 @@ from tokendepth.config import (
     MoDConfig,
     ModelConfig,
     RunConfig,
+    SwitchConfig,
     TrainConfig,
     TSAConfig,
     from_dict,
@@ -286,6 +287,12 @@ REFUSED_KNOBS = [
     (EarlyExitConfig, "oracle_penalty", -0.1),
     (EarlyExitConfig, "oracle_smoothing", math.inf),
     (EarlyExitConfig, "halting_loss", 0.0),
+    (SwitchConfig, "experts", 1),
+    (SwitchConfig, "capacity_factor", 0.0),
+    (SwitchConfig, "every", 0),
+    (SwitchConfig, "balance_loss", -1.0),
+    (SwitchConfig, "z_loss", math.nan),
+    (SwitchConfig, "jitter", 1.0),
 ]
 
 

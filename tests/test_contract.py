@@ -32,6 +32,7 @@ from tokendepth.config import (
     MoDConfig,
     ModelConfig,
     RunConfig,
+    SwitchConfig,
     TrainConfig,
     TSAConfig,
     method_name,
@@ -58,6 +59,8 @@ CASES["mod-router"] = MoDConfig(decides="router", every=1, capacity=0.5)
 CASES["early_exit"] = EarlyExitConfig(threshold=0.4)  # untrained, no token is as sure as 0.9
 CASES["early_exit-learned"] = EarlyExitConfig("learned")
 CASES["early_exit-likelihood"] = EarlyExitConfig("learned", oracle="likelihood", oracle_smoothing=1.0)
+CASES["switch"] = SwitchConfig(capacity_factor=0.75)  # where some find no room
+CASES["switch-every"] = SwitchConfig(experts=3, every=1, capacity_factor=0.75)
 DEPTH: dict[str, int] = {}
 """Where three layers do not do."""
 ACTIVE = ("none", "one", "some", "all")

@@ -24,6 +24,8 @@ class KVCache:
         """Real tokens so far, per sequence: the position of the next one."""
         self.longest = 0
         """The largest of `seen`, known without asking the device."""
+        self.own: dict[int, Tensor] = {}
+        """What a method has to remember of the tokens so far beside keys and values, by layer."""
         self.length = 0
         """Columns filled so far, padding included."""
 

@@ -18,6 +18,7 @@ from tokendepth.method_configs import METHOD_CONFIGS, DenseConfig, MethodConfig,
 from tokendepth.method_configs import BudgetConfig as BudgetConfig
 from tokendepth.method_configs import EarlyExitConfig as EarlyExitConfig
 from tokendepth.method_configs import MoDConfig as MoDConfig
+from tokendepth.method_configs import SwitchConfig as SwitchConfig
 from tokendepth.method_configs import TSAConfig as TSAConfig
 from tokendepth.method_configs import check_budget as check_budget
 

@@ -94,6 +94,33 @@ class EarlyExitConfig:
         check_positive("method.halting_loss", self.halting_loss)
 
 
+@dataclass(frozen=True)
+class SwitchConfig:
+    """Switch: every other feed-forward network is several experts; each token takes one while there is room."""
+
+    experts: int = 4
+    """How many networks there are to choose from, 2 or more."""
+    capacity_factor: float = 1.25
+    """Room for this many times the tokens that an expert would get if all got alike, above 0; what overflows skips."""
+    every: int = 2
+    """Every which block has experts; 2 is every other."""
+    balance_loss: float = 0.01
+    """Weight of the loss that spreads the tokens over the experts."""
+    z_loss: float = 0.001
+    """Weight of the loss that keeps the router's logits small."""
+    jitter: float = 0.01
+    """While training, the router's input is multiplied by random numbers this close to 1."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        check_range("method.experts", self.experts, 2, 1024)
+        check_positive("method.capacity_factor", self.capacity_factor)
+        check_range("method.every", self.every, 1, 1_000_000)
+        check_range("method.balance_loss", self.balance_loss, 0, 1000)
+        check_range("method.z_loss", self.z_loss, 0, 1000)
+        check_range("method.jitter", self.jitter, 0, 1, below=True)
+
+
 def check_positive(name: str, value: float) -> None:
     check(0 < value <= 1000, name, value, "a number above 0 and up to 1000")
 
@@ -108,8 +135,9 @@ METHOD_CONFIGS: dict[str, type] = {
     "budget": BudgetConfig,
     "mod": MoDConfig,
     "early_exit": EarlyExitConfig,
+    "switch": SwitchConfig,
 }
-MethodConfig = DenseConfig | TSAConfig | BudgetConfig | MoDConfig | EarlyExitConfig
+MethodConfig = DenseConfig | TSAConfig | BudgetConfig | MoDConfig | EarlyExitConfig | SwitchConfig
 
 
 def method_name(config: MethodConfig) -> str:

@@ -8,6 +8,7 @@ from tokendepth.methods.budget import Budget
 from tokendepth.methods.dense import Dense
 from tokendepth.methods.early_exit import EarlyExit
 from tokendepth.methods.mod import MoD
+from tokendepth.methods.switch import Switch
 from tokendepth.methods.tsa import TSA
 from tokendepth.model import LanguageModel
 
@@ -17,6 +18,7 @@ METHODS: dict[str, type[Method]] = {
     "budget": Budget,
     "mod": MoD,
     "early_exit": EarlyExit,
+    "switch": Switch,
 }
 
 

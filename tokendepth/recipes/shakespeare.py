@@ -9,6 +9,7 @@ from tokendepth.config import (
     MoDConfig,
     ModelConfig,
     RunConfig,
+    SwitchConfig,
     TrainConfig,
     TSAConfig,
 )
@@ -41,3 +42,8 @@ def mod() -> RunConfig:
 def early_exit() -> RunConfig:
     """Tiny-Shakespeare, early exit by confidence, the paper's baseline."""
     return _run(EarlyExitConfig())
+
+
+def switch() -> RunConfig:
+    """Tiny-Shakespeare, Switch: one of four experts in every other block."""
+    return _run(SwitchConfig())
