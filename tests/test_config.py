@@ -13,6 +13,7 @@ from tokendepth.config import (
     FORMAT_VERSION,
     METHOD_CONFIGS,
     SYNTHETIC_CORPORA,
+    ACTConfig,
     DataConfig,
     DenseConfig,
     EarlyExitConfig,
@@ -293,6 +294,11 @@ REFUSED_KNOBS = [
     (SwitchConfig, "balance_loss", -1.0),
     (SwitchConfig, "z_loss", math.nan),
     (SwitchConfig, "jitter", 1.0),
+    (ACTConfig, "max_steps", 0),
+    (ACTConfig, "max_steps", 1001),
+    (ACTConfig, "epsilon", 0.0),
+    (ACTConfig, "epsilon", 1.0),
+    (ACTConfig, "ponder_cost", -0.1),
 ]
 
 

@@ -121,6 +121,25 @@ class SwitchConfig:
         check_range("method.jitter", self.jitter, 0, 1, below=True)
 
 
+@dataclass(frozen=True)
+class ACTConfig:
+    """Adaptive computation time: one shared block, applied to each token until its halting unit has had enough."""
+
+    max_steps: int | None = None
+    """The most steps a token may take; as many as the model has layers unless set."""
+    epsilon: float = 0.01
+    """A token halts once its halting probabilities add up to 1 less this."""
+    ponder_cost: float = 0.01
+    """Tau: the price of a step."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        if self.max_steps is not None:
+            check_range("method.max_steps", self.max_steps, 1, 1000)
+        check(0 < self.epsilon < 1, "method.epsilon", self.epsilon, "a number above 0 and below 1")
+        check_range("method.ponder_cost", self.ponder_cost, 0, 1000)
+
+
 def check_positive(name: str, value: float) -> None:
     check(0 < value <= 1000, name, value, "a number above 0 and up to 1000")
 
@@ -136,8 +155,9 @@ METHOD_CONFIGS: dict[str, type] = {
     "mod": MoDConfig,
     "early_exit": EarlyExitConfig,
     "switch": SwitchConfig,
+    "act": ACTConfig,
 }
-MethodConfig = DenseConfig | TSAConfig | BudgetConfig | MoDConfig | EarlyExitConfig | SwitchConfig
+MethodConfig = DenseConfig | TSAConfig | BudgetConfig | MoDConfig | EarlyExitConfig | SwitchConfig | ACTConfig
 
 
 def method_name(config: MethodConfig) -> str:

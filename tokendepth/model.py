@@ -39,6 +39,8 @@ class Pass:
     """`[batch, time]` next tokens while training, for methods with losses of their own on what they predict."""
     readout: Callable[[Tensor], Tensor] | None = None
     """Hidden states to logits: final norm and tied head."""
+    layer: int | None = None
+    """Which of the cache's layers an application of a shared block is; none for a block of its own."""
     calibrate: float | None = None
     """Set the thresholds so that this share of the tokens of this very batch is active."""
 
@@ -83,7 +85,7 @@ class Attention(nn.Module):
     def _remember(self, k: Tensor, v: Tensor, run: Pass) -> tuple[Tensor, Tensor, Tensor | None]:
         if run.cache is None:
             return k, v, run.valid
-        return run.cache.append(self.layer, k, v, run.valid)
+        return run.cache.append(self.layer if run.layer is None else run.layer, k, v, run.valid)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """Every row: `[batch, time, d] -> [batch, time, d]`."""

@@ -3,6 +3,7 @@
 import torch
 
 from tokendepth.config import RunConfig, method_name
+from tokendepth.methods.act import ACT
 from tokendepth.methods.base import Method
 from tokendepth.methods.budget import Budget
 from tokendepth.methods.dense import Dense
@@ -19,6 +20,7 @@ METHODS: dict[str, type[Method]] = {
     "mod": MoD,
     "early_exit": EarlyExit,
     "switch": Switch,
+    "act": ACT,
 }
 
 

@@ -1,6 +1,7 @@
 """enwik8 by characters, as in the paper's section 3.3. Without dropout: with it the baseline ends 5% worse."""
 
 from tokendepth.config import (
+    ACTConfig,
     BudgetConfig,
     DataConfig,
     DenseConfig,
@@ -47,3 +48,8 @@ def early_exit() -> RunConfig:
 def switch() -> RunConfig:
     """enwik8, Switch: one of four experts in every other block."""
     return _run(SwitchConfig())
+
+
+def act() -> RunConfig:
+    """enwik8, adaptive computation time: one shared block, up to six steps."""
+    return _run(ACTConfig())

@@ -1,6 +1,7 @@
 """Tiny-Shakespeare by characters, as in the paper's section 3.2."""
 
 from tokendepth.config import (
+    ACTConfig,
     BudgetConfig,
     DataConfig,
     DenseConfig,
@@ -47,3 +48,8 @@ def early_exit() -> RunConfig:
 def switch() -> RunConfig:
     """Tiny-Shakespeare, Switch: one of four experts in every other block."""
     return _run(SwitchConfig())
+
+
+def act() -> RunConfig:
+    """Tiny-Shakespeare, adaptive computation time: one shared block, up to six steps."""
+    return _run(ACTConfig())
