@@ -25,13 +25,13 @@ LAYERS: tuple[set[str], ...] = (
     {"sweep", "calibrate", "train", "step", "progress", "evaluate", "generate", "describe", "doctor"},
     {"model", "cache", "methods", "data"},
     {"ops"},
-    {"config", "files", "runs", "lock", "results", "trace", "errors", "machine"},
+    {"config", "method_configs", "checks", "files", "runs", "lock", "results", "trace", "errors", "machine"},
 )
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 SATELLITES = LAYERS[3]  # these never import each other; the units of every other layer may
 ONLY = {"recipes": {"config", "errors"}, "report": {"config", "files", "runs", "results", "trace", "errors"}}
 
-TORCH_FREE = {"config", "files", "runs", "lock", "results", "trace", "errors", "recipes", "report"}
+TORCH_FREE = (LAYERS[-1] - {"machine"}) | {"recipes", "report"}
 CONFINED = {  # third-party package -> the only files in tokendepth/ that may import it
     "triton": r"ops/\w+/kernel\.py",
     "transformers": r"hf/.+",

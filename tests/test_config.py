@@ -13,10 +13,14 @@ from tokendepth.config import (
     FORMAT_VERSION,
     METHOD_CONFIGS,
     SYNTHETIC_CORPORA,
+    ACTConfig,
     DataConfig,
     DenseConfig,
+    EarlyExitConfig,
+    MoDConfig,
     ModelConfig,
     RunConfig,
+    SwitchConfig,
     TrainConfig,
     TSAConfig,
     from_dict,
@@ -270,6 +274,39 @@ def test_a_value_out_of_range_is_refused(part, key, value):
         assert named in message
         assert shown in message
         assert "expected" in message
+
+
+REFUSED_KNOBS = [
+    (MoDConfig, "capacity", 0.0),
+    (MoDConfig, "capacity", 1.1),
+    (MoDConfig, "capacity", math.nan),
+    (MoDConfig, "every", 0),
+    (MoDConfig, "decision_loss", 0.0),
+    (MoDConfig, "decision_loss", math.inf),
+    (EarlyExitConfig, "threshold", 0.0),
+    (EarlyExitConfig, "threshold", 1.0),
+    (EarlyExitConfig, "oracle_penalty", -0.1),
+    (EarlyExitConfig, "oracle_smoothing", math.inf),
+    (EarlyExitConfig, "halting_loss", 0.0),
+    (SwitchConfig, "experts", 1),
+    (SwitchConfig, "capacity_factor", 0.0),
+    (SwitchConfig, "every", 0),
+    (SwitchConfig, "balance_loss", -1.0),
+    (SwitchConfig, "z_loss", math.nan),
+    (SwitchConfig, "jitter", 1.0),
+    (ACTConfig, "max_steps", 0),
+    (ACTConfig, "max_steps", 1001),
+    (ACTConfig, "epsilon", 0.0),
+    (ACTConfig, "epsilon", 1.0),
+    (ACTConfig, "ponder_cost", -0.1),
+]
+
+
+@pytest.mark.parametrize(("cls", "key", "value"), REFUSED_KNOBS, ids=str)
+def test_a_knob_out_of_range_is_refused(cls, key, value):
+    message = refused(cls, **{key: value})
+    assert message.startswith(f"method.{key} is {value!r}; expected ")
+    assert message.endswith(f"; set it with --method.{key.replace('_', '-')}")
 
 
 @pytest.mark.parametrize("cls", [DataConfig, ModelConfig, TrainConfig, *METHOD_CONFIGS.values()])

@@ -13,10 +13,10 @@ from tokendepth.errors import UserError
 
 class KVCache:
     def __init__(
-        self, model: ModelConfig, batch: int, capacity: int, *, sites: int | None = None, like: Tensor
+        self, model: ModelConfig, batch: int, capacity: int, *, layers: int | None = None, like: Tensor
     ) -> None:
-        """Room for `capacity` tokens in each of `sites` layers (the model's, unless a method has its own count)."""
-        layers, width = sites or model.n_layer, model.d_model // model.n_head
+        """Room for `capacity` tokens in each of `layers` (those of the model, or `Method.cache_layers`)."""
+        layers, width = layers or model.n_layer, model.d_model // model.n_head
         shape = (layers, batch, model.n_head, capacity, width)
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
         self.valid = like.new_zeros((layers, batch, capacity), dtype=torch.bool)
@@ -24,6 +24,8 @@ class KVCache:
         """Real tokens so far, per sequence: the position of the next one."""
         self.longest = 0
         """The largest of `seen`, known without asking the device."""
+        self.own: dict[int, Tensor] = {}
+        """What a method has to remember of the tokens so far beside keys and values, by layer."""
         self.length = 0
         """Columns filled so far, padding included."""
 

@@ -1,7 +1,8 @@
 """Everything a run depends on, as frozen dataclasses with strict JSON. Standard library only.
 
-A `RunConfig` is one tree: `data`, `model`, `method`, `train`. Each method's knobs live in a class of their own, so a
-flag of another method is an error. Values are checked when they are made; a wrong one raises `UserError`.
+A `RunConfig` is one tree: `data`, `model`, `method`, `train`. Each method's knobs live in a class of their own (in
+`method_configs.py`, all at hand here), so a flag of another method is an error. Values are checked when they are made;
+a wrong one raises `UserError`.
 """
 
 import dataclasses
@@ -11,38 +12,22 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tokendepth.checks import check, check_range, check_types, coerce, flag, printable
 from tokendepth.errors import UserError, did_you_mean
+from tokendepth.method_configs import METHOD_CONFIGS, DenseConfig, MethodConfig, method_name
+from tokendepth.method_configs import ACTConfig as ACTConfig
+from tokendepth.method_configs import BudgetConfig as BudgetConfig
+from tokendepth.method_configs import EarlyExitConfig as EarlyExitConfig
+from tokendepth.method_configs import MoDConfig as MoDConfig
+from tokendepth.method_configs import SwitchConfig as SwitchConfig
+from tokendepth.method_configs import TSAConfig as TSAConfig
+from tokendepth.method_configs import check_budget as check_budget
 
 FORMAT_VERSION = 1
 
 CORPORA = ("stdlib", "shakespeare", "enwik8", "copy", "sort")
 SYNTHETIC_CORPORA = ("copy", "sort")
 DEFAULT_SOURCE_LENGTH = 20
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _check(ok: bool, name: str, value: object, expected: str) -> None:
-    if not ok:
-        raise UserError(f"{name} is {value!r}; expected {expected}; set it with {_flag(name)}")
-
-
-def _check_range(name: str, value: float, low: float, high: float = math.inf, *, below: bool = False) -> None:
-    """`below` excludes the upper end. Written so that NaN fails."""
-    ok = low <= value and (value < high if below else value <= high) and not math.isinf(value)
-    if math.isinf(high):
-        expected = f"a number from {low:g} up"
-    else:
-        expected = f"a number from {low:g} to {high:g}" + (" (exclusive)" if below else "")
-    _check(ok, name, value, expected)
-
-
-def _check_types(config: object, part: str) -> None:
-    """Every field holds what its annotation says, also where no JSON was read."""
-    for key, hint in typing.get_type_hints(type(config)).items():
-        _coerce(hint, getattr(config, key), f"{part}.{key}")
 
 
 @dataclass(frozen=True)
@@ -55,7 +40,7 @@ class DataConfig:
     """Length of the source sequence; copy and sort only (there 20 unless set)."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "data")
+        check_types(self, "data")
         if self.corpus == "text:":
             raise UserError(
                 "data.corpus is 'text:'; expected a path after the colon; set it with --data.corpus text:PATH"
@@ -67,10 +52,10 @@ class DataConfig:
             raise UserError(f"data.corpus is {self.corpus!r}: no such corpus; {hint} (set it with --data.corpus)")
         if self.source_length is not None:
             expected = "no value, since only copy and sort have a source length"
-            _check(self.synthetic, "data.source_length", self.source_length, expected)
-            _check_range("data.source_length", self.source_length, 3, 10_000)
+            check(self.synthetic, "data.source_length", self.source_length, expected)
+            check_range("data.source_length", self.source_length, 3, 10_000)
         if self.synthetic:
-            _check(self.tokens == "char", "data.tokens", self.tokens, f"'char', since {self.corpus} has its own tokens")
+            check(self.tokens == "char", "data.tokens", self.tokens, f"'char', since {self.corpus} has its own tokens")
 
     @property
     def synthetic(self) -> bool:
@@ -95,69 +80,16 @@ class ModelConfig:
     """Number of tokens; 0 takes it from the corpus."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "model")
+        check_types(self, "model")
         for name in ("d_model", "n_layer", "n_head", "d_ff", "context"):
-            _check_range(f"model.{name}", getattr(self, name), 1, 1_000_000)
-        _check_range("model.vocab_size", self.vocab_size, 0, 10_000_000)
-        _check_range("model.dropout", self.dropout, 0, 1, below=True)
+            check_range(f"model.{name}", getattr(self, name), 1, 1_000_000)
+        check_range("model.vocab_size", self.vocab_size, 0, 10_000_000)
+        check_range("model.dropout", self.dropout, 0, 1, below=True)
         if self.d_model % self.n_head:
             raise UserError(
                 f"model.d_model is {self.d_model}; expected a multiple of model.n_head ({self.n_head}); "
                 "set --model.d-model or --model.n-head"
             )
-
-
-@dataclass(frozen=True)
-class DenseConfig:
-    """The fixed-depth baseline: every token passes every block. It has no knobs."""
-
-
-@dataclass(frozen=True)
-class TSAConfig:
-    """Token-Selective Attention: a learned gate per token and block."""
-
-    depth_penalty: float = 0.001
-    """Lambda of the paper: the price of the mean active fraction."""
-    threshold: float = 0.5
-    """Hard and sparse execution skip a token whose halting probability exceeds this."""
-    skip: Literal["block", "ffn"] = "block"
-    """What sparse execution skips: block = Q, attention rows, output projection, FFN; ffn = the FFN (the paper)."""
-
-    def __post_init__(self) -> None:
-        _check_types(self, "method")
-        _check_range("method.depth_penalty", self.depth_penalty, 0, 1000)
-        _check_range("method.threshold", self.threshold, 0, 1)
-
-
-@dataclass(frozen=True)
-class BudgetConfig:
-    """Budget routing: name the share of tokens that the blocks work on; training holds it, execution keeps it."""
-
-    budget: float = 0.4
-    """Share of the tokens that are active in the routed blocks, above 0 and up to 1."""
-    dial: bool = True
-    """Train every sequence at a budget of its own, so that one model serves them all; off trains at `budget` alone."""
-    distill: float = 1.0
-    """Weight of learning from the same model's pass at full budget, which doubles the training step; 0 is without."""
-    routing: Literal["learned", "random"] = "learned"
-    """random throws dice instead of asking a router: the control."""
-
-    def __post_init__(self) -> None:
-        _check_types(self, "method")
-        check_budget("method.budget", self.budget)
-        _check_range("method.distill", self.distill, 0, 1000)
-
-
-def check_budget(name: str, budget: float) -> None:
-    _check(0 < budget <= 1, name, budget, "a number above 0 and up to 1, the share of tokens to work on")
-
-
-METHOD_CONFIGS: dict[str, type] = {"dense": DenseConfig, "tsa": TSAConfig, "budget": BudgetConfig}
-MethodConfig = DenseConfig | TSAConfig | BudgetConfig
-
-
-def method_name(config: MethodConfig) -> str:
-    return next(name for name, cls in METHOD_CONFIGS.items() if type(config) is cls)
 
 
 @dataclass(frozen=True)
@@ -192,15 +124,15 @@ class TrainConfig:
     """Also write TensorBoard events into the run folder (needs the extra `tensorboard`)."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "train")
+        check_types(self, "train")
         for name in ("steps", "batch_size", "accumulate", "eval_every", "checkpoint_every", "log_every"):
-            _check_range(f"train.{name}", getattr(self, name), 1, 10**9)
-        _check_range("train.seed", self.seed, 0, 2**31 - 1)
-        _check_range("train.lr", self.lr, 0, 10)
-        _check_range("train.weight_decay", self.weight_decay, 0, 10)
-        _check(self.clip > 0 and math.isfinite(self.clip), "train.clip", self.clip, "a finite number above 0")
+            check_range(f"train.{name}", getattr(self, name), 1, 10**9)
+        check_range("train.seed", self.seed, 0, 2**31 - 1)
+        check_range("train.lr", self.lr, 0, 10)
+        check_range("train.weight_decay", self.weight_decay, 0, 10)
+        check(self.clip > 0 and math.isfinite(self.clip), "train.clip", self.clip, "a finite number above 0")
         expected = f"a multiple of train.accumulate ({self.accumulate})"
-        _check(self.batch_size % self.accumulate == 0, "train.batch_size", self.batch_size, expected)
+        check(self.batch_size % self.accumulate == 0, "train.batch_size", self.batch_size, expected)
 
 
 @dataclass(frozen=True)
@@ -215,7 +147,7 @@ class RunConfig:
         if self.data.synthetic:
             needed = 2 * (self.data.source_length or DEFAULT_SOURCE_LENGTH) + 2
             expected = f"at least {needed}, the length of one {self.data.corpus} example"
-            _check(self.model.context >= needed, "model.context", self.model.context, expected)
+            check(self.model.context >= needed, "model.context", self.model.context, expected)
 
 
 # --- strict JSON ------------------------------------------------------------------------------------------------------
@@ -260,32 +192,8 @@ def _build(cls: type, tree: object, prefix: str) -> Any:
     for key in tree:
         if key not in hints:
             hint = did_you_mean(str(key), hints) if hints else "it has no options"
-            raise UserError(f"{prefix}{_printable(key)}: unknown key; {hint}")
-    return cls(**{key: _coerce(hints[key], value, prefix + key) for key, value in tree.items()})
-
-
-def _printable(word: object) -> str:
-    """Whatever a file or a shell gave as a name, on one line."""
-    return repr(str(word))[1:-1]
-
-
-def _coerce(hint: Any, value: object, name: str) -> Any:
-    """`value` if it is of the type `hint`, else a UserError. An int may stand for a float, nothing else may."""
-    if dataclasses.is_dataclass(value):  # a part that is built already
-        return value
-    if typing.get_origin(hint) is Literal:
-        options = typing.get_args(hint)
-        _check(value in options, name, value, "one of " + ", ".join(map(str, options)))
-        return value
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
-    if hint is float and type(value) is int and abs(value) < 2**1000:
-        value = float(value)
-    expected = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    _check(type(value) is hint, name, value, expected[hint])
-    return value
+            raise UserError(f"{prefix}{printable(key)}: unknown key; {hint}")
+    return cls(**{key: coerce(hints[key], value, prefix + key) for key, value in tree.items()})
 
 
 def parse_value(hint: Any, text: str, name: str) -> Any:
@@ -301,7 +209,7 @@ def parse_value(hint: Any, text: str, name: str) -> Any:
                 return kind(text)
             except ValueError:
                 pass
-    return _coerce(hint, text, name)
+    return coerce(hint, text, name)
 
 
 def options(config: RunConfig) -> dict[str, Any]:
@@ -328,13 +236,13 @@ def override(config: RunConfig, changes: dict[str, str]) -> RunConfig:
 
 def _unknown_option(name: str, config: RunConfig, known: dict[str, Any]) -> str:
     """Say whose option it is where it belongs to another method; else name the nearest one."""
-    name = _printable(name)
+    name = printable(name)
     part, _, key = name.partition(".")
     own = method_name(config.method)
     if part == "method":
         owners = [m for m, cls in METHOD_CONFIGS.items() if key in typing.get_type_hints(cls)]
         if owners:
-            return f"{_flag(name)}: an option of method {' and '.join(owners)}, but this run's method is {own}; drop it"
+            return f"{flag(name)}: an option of method {' and '.join(owners)}, but this run's method is {own}; drop it"
         if not any(n.startswith("method.") for n in known):
-            return f"{_flag(name)}: unknown option; method {own} has no options; drop it"
-    return f"{_flag(name)}: unknown option; {did_you_mean(_flag(name), map(_flag, known))}"
+            return f"{flag(name)}: unknown option; method {own} has no options; drop it"
+    return f"{flag(name)}: unknown option; {did_you_mean(flag(name), map(flag, known))}"

@@ -27,7 +27,7 @@ def describe(config: RunConfig) -> dict[str, Any]:
         "memory": {
             "weights_bytes": 4 * count,
             "training_state_bytes": 16 * count,  # weights, gradient and AdamW's two moments in float32
-            "kv_cache_bytes_per_token": 4 * 2 * len(depth.work) * config.model.d_model,
+            "kv_cache_bytes_per_token": 4 * 2 * model.method.cache_layers * config.model.d_model,
         },
         "config": to_dict(config),
     }

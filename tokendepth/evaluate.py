@@ -189,11 +189,11 @@ def _controls(model: LanguageModel, config: RunConfig, stream: Callable, hard: D
         decisions = torch.rand(len(fractions), *ids.shape, generator=dice) < fractions[:, None, None]
         return model(ids, execution="hard", decisions=decisions.to(device))
 
-    measured = {
-        "untrained_router_soft": measure(untrained, stream(), lambda ids: untrained(ids, execution="soft")),
-        "untrained_router_hard": measure(untrained, stream(), lambda ids: untrained(ids, execution="hard")),
-        "random_decisions_hard": measure(model, stream(), at_random),
-    }
+    measured = {"random_decisions_hard": measure(model, stream(), at_random)}
+    if any(len(list(router.parameters())) for router in model.method.routers()):  # else there is nothing to train
+        for execution in ("soft", "hard"):
+            found = measure(untrained, stream(), lambda ids, execution=execution: untrained(ids, execution=execution))
+            measured[f"untrained_router_{execution}"] = found
     return {name: {"loss": m.loss, "active_fraction": m.depth.active_fraction} for name, m in measured.items()}
 
 

@@ -39,6 +39,8 @@ class Pass:
     """`[batch, time]` next tokens while training, for methods with losses of their own on what they predict."""
     readout: Callable[[Tensor], Tensor] | None = None
     """Hidden states to logits: final norm and tied head."""
+    layer: int | None = None
+    """Which of the cache's layers an application of a shared block is; none for a block of its own."""
     calibrate: float | None = None
     """Set the thresholds so that this share of the tokens of this very batch is active."""
 
@@ -83,7 +85,7 @@ class Attention(nn.Module):
     def _remember(self, k: Tensor, v: Tensor, run: Pass) -> tuple[Tensor, Tensor, Tensor | None]:
         if run.cache is None:
             return k, v, run.valid
-        return run.cache.append(self.layer, k, v, run.valid)
+        return run.cache.append(self.layer if run.layer is None else run.layer, k, v, run.valid)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """Every row: `[batch, time, d] -> [batch, time, d]`."""
@@ -101,6 +103,20 @@ class Attention(nn.Module):
         k, v, key_valid = self._remember(k, v, run)
         q = F.linear(x[active], w_q).unflatten(-1, (self.n_head, -1))
         return self.out(sparse_attention(q, k, v, active, key_valid).flatten(1))
+
+    def rows_among(self, rows: Tensor, active: Tensor, run: Pass) -> Tensor:
+        """`[active tokens, d]`, in and out: active tokens attend to active ones, and only they leave key and value."""
+        q, k, v = self.qkv(rows).unflatten(-1, (3, self.n_head, -1)).unbind(1)
+        k, v = (_spread(part, active).transpose(1, 2) for part in (k, v))
+        k, v, key_valid = self._remember(k, v, replace(run, valid=active))
+        return self.out(sparse_attention(q, k, v, active, key_valid).flatten(1))
+
+
+def _spread(rows: Tensor, active: Tensor) -> Tensor:
+    """`[active tokens, ...] -> [batch, time, ...]`, zero where no token is active."""
+    spread = rows.new_zeros(*active.shape, *rows.shape[1:])
+    spread[active] = rows
+    return spread
 
 
 def _causal_mask(time: int, key_valid: Tensor) -> Tensor:
@@ -152,6 +168,18 @@ class Block(nn.Module):
         """The paper's sparse mode: attention for every token, its update masked; the feed-forward for active ones."""
         h = gated_add(h, self.attention(self.norm_attention(h), run), active)
         rows = h[active]
+        rows = rows + self.ffn(self.norm_ffn(rows))
+        return h.masked_scatter(active[..., None], rows)
+
+    def forward_among(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
+        """The block as if the tokens of `active` were all there is; the others pass unchanged and leave no key behind.
+
+        Under sparse execution nothing is computed for the others, else what is computed for them is thrown away.
+        """
+        if run.execution != "sparse":
+            return torch.where(active[..., None], self(h, replace(run, valid=active)), h)
+        rows = h[active]
+        rows = rows + self.attention.rows_among(self.norm_attention(rows), active, run)
         rows = rows + self.ffn(self.norm_ffn(rows))
         return h.masked_scatter(active[..., None], rows)
 

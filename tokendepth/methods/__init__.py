@@ -1,15 +1,27 @@
-"""One paper, one file. A new method: its file here, its entry in METHODS, its knobs beside TSAConfig in config.py."""
+"""One paper, one file. A new method: its file here, its entry in METHODS, its knobs in method_configs.py."""
 
 import torch
 
 from tokendepth.config import RunConfig, method_name
+from tokendepth.methods.act import ACT
 from tokendepth.methods.base import Method
 from tokendepth.methods.budget import Budget
 from tokendepth.methods.dense import Dense
+from tokendepth.methods.early_exit import EarlyExit
+from tokendepth.methods.mod import MoD
+from tokendepth.methods.switch import Switch
 from tokendepth.methods.tsa import TSA
 from tokendepth.model import LanguageModel
 
-METHODS: dict[str, type[Method]] = {"dense": Dense, "tsa": TSA, "budget": Budget}
+METHODS: dict[str, type[Method]] = {
+    "dense": Dense,
+    "tsa": TSA,
+    "budget": Budget,
+    "mod": MoD,
+    "early_exit": EarlyExit,
+    "switch": Switch,
+    "act": ACT,
+}
 
 
 def build(config: RunConfig) -> LanguageModel:

@@ -31,6 +31,11 @@ class Method(nn.Module):
         """Where this method can spend depth, and the cost there when attention rows are `keys` wide."""
         raise NotImplementedError
 
+    @property
+    def cache_layers(self) -> int:
+        """How many sets of keys and values a `KVCache` for this method has to hold."""
+        return self.model.n_layer
+
     def routers(self) -> Sequence[nn.Module]:
         """The modules that decide; none for a fixed depth."""
         return []

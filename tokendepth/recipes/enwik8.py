@@ -1,12 +1,16 @@
 """enwik8 by characters, as in the paper's section 3.3. Without dropout: with it the baseline ends 5% worse."""
 
 from tokendepth.config import (
+    ACTConfig,
     BudgetConfig,
     DataConfig,
     DenseConfig,
+    EarlyExitConfig,
     MethodConfig,
+    MoDConfig,
     ModelConfig,
     RunConfig,
+    SwitchConfig,
     TrainConfig,
     TSAConfig,
 )
@@ -29,3 +33,23 @@ def tsa() -> RunConfig:
 def budget() -> RunConfig:
     """enwik8, budget routing: a share of the token-layer work, named by --method.budget and trained for alone."""
     return _run(BudgetConfig(dial=False))  # the dial costs 2% here (docs/LOG.md)
+
+
+def mod() -> RunConfig:
+    """enwik8, Mixture-of-Depths: an eighth of the tokens in every other block."""
+    return _run(MoDConfig())
+
+
+def early_exit() -> RunConfig:
+    """enwik8, early exit by confidence, the paper's baseline."""
+    return _run(EarlyExitConfig())
+
+
+def switch() -> RunConfig:
+    """enwik8, Switch: one of four experts in every other block."""
+    return _run(SwitchConfig())
+
+
+def act() -> RunConfig:
+    """enwik8, adaptive computation time: one shared block, up to six steps."""
+    return _run(ACTConfig())

@@ -1,12 +1,16 @@
 """Tiny-Shakespeare by characters, as in the paper's section 3.2."""
 
 from tokendepth.config import (
+    ACTConfig,
     BudgetConfig,
     DataConfig,
     DenseConfig,
+    EarlyExitConfig,
     MethodConfig,
+    MoDConfig,
     ModelConfig,
     RunConfig,
+    SwitchConfig,
     TrainConfig,
     TSAConfig,
 )
@@ -29,3 +33,23 @@ def tsa() -> RunConfig:
 def budget() -> RunConfig:
     """Tiny-Shakespeare, budget routing: any share of the token-layer work, named by --method.budget."""
     return _run(BudgetConfig())
+
+
+def mod() -> RunConfig:
+    """Tiny-Shakespeare, Mixture-of-Depths: an eighth of the tokens in every other block."""
+    return _run(MoDConfig())
+
+
+def early_exit() -> RunConfig:
+    """Tiny-Shakespeare, early exit by confidence, the paper's baseline."""
+    return _run(EarlyExitConfig())
+
+
+def switch() -> RunConfig:
+    """Tiny-Shakespeare, Switch: one of four experts in every other block."""
+    return _run(SwitchConfig())
+
+
+def act() -> RunConfig:
+    """Tiny-Shakespeare, adaptive computation time: one shared block, up to six steps."""
+    return _run(ACTConfig())

@@ -1,0 +1,58 @@
+"""What configs check of their values: a wrong one is a `UserError` that names it, what was expected and the flag."""
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Any, Literal
+
+from tokendepth.errors import UserError
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise UserError(f"{name} is {value!r}; expected {expected}; set it with {flag(name)}")
+
+
+def check_range(name: str, value: float, low: float, high: float = math.inf, *, below: bool = False) -> None:
+    """`below` excludes the upper end. Written so that NaN fails."""
+    ok = low <= value and (value < high if below else value <= high) and not math.isinf(value)
+    if math.isinf(high):
+        expected = f"a number from {low:g} up"
+    else:
+        expected = f"a number from {low:g} to {high:g}" + (" (exclusive)" if below else "")
+    check(ok, name, value, expected)
+
+
+def check_types(config: object, part: str) -> None:
+    """Every field holds what its annotation says, also where no JSON was read."""
+    for key, hint in typing.get_type_hints(type(config)).items():
+        coerce(hint, getattr(config, key), f"{part}.{key}")
+
+
+def printable(word: object) -> str:
+    """Whatever a file or a shell gave as a name, on one line."""
+    return repr(str(word))[1:-1]
+
+
+def coerce(hint: Any, value: object, name: str) -> Any:
+    """`value` if it is of the type `hint`, else a UserError. An int may stand for a float, nothing else may."""
+    if dataclasses.is_dataclass(value):  # a part that is built already
+        return value
+    if typing.get_origin(hint) is Literal:
+        options = typing.get_args(hint)
+        check(value in options, name, value, "one of " + ", ".join(map(str, options)))
+        return value
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
+    if hint is float and type(value) is int and abs(value) < 2**1000:
+        value = float(value)
+    expected = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    check(type(value) is hint, name, value, expected[hint])
+    return value

@@ -1,0 +1,164 @@
+"""The knobs of each method, in a class of its own: another method's flag is an error. Standard library only."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tokendepth.checks import check, check_range, check_types
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """The fixed-depth baseline: every token passes every block. It has no knobs."""
+
+
+@dataclass(frozen=True)
+class TSAConfig:
+    """Token-Selective Attention: a learned gate per token and block."""
+
+    depth_penalty: float = 0.001
+    """Lambda of the paper: the price of the mean active fraction."""
+    threshold: float = 0.5
+    """Hard and sparse execution skip a token whose halting probability exceeds this."""
+    skip: Literal["block", "ffn"] = "block"
+    """What sparse execution skips: block = Q, attention rows, output projection, FFN; ffn = the FFN (the paper)."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        check_range("method.depth_penalty", self.depth_penalty, 0, 1000)
+        check_range("method.threshold", self.threshold, 0, 1)
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    """Budget routing: name the share of tokens that the blocks work on; training holds it, execution keeps it."""
+
+    budget: float = 0.4
+    """Share of the tokens that are active in the routed blocks, above 0 and up to 1."""
+    dial: bool = True
+    """Train every sequence at a budget of its own, so that one model serves them all; off trains at `budget` alone."""
+    distill: float = 1.0
+    """Weight of learning from the same model's pass at full budget, which doubles the training step; 0 is without."""
+    routing: Literal["learned", "random"] = "learned"
+    """random throws dice instead of asking a router: the control."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        check_budget("method.budget", self.budget)
+        check_range("method.distill", self.distill, 0, 1000)
+
+
+@dataclass(frozen=True)
+class MoDConfig:
+    """Mixture-of-Depths: every other block works on the tokens of highest router weight, the others pass by."""
+
+    capacity: float = 0.125
+    """Share of a sequence's tokens that a routed block takes while training, above 0 and up to 1."""
+    every: int = 2
+    """Every which block is routed; 2 is every other."""
+    decides: Literal["predictor", "router"] = "predictor"
+    """Who decides without seeing the future: a predictor of its own, or the router itself, trained towards it."""
+    decision_loss: float = 0.01
+    """Weight of the cross-entropy that teaches the decision, above 0."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        check_budget("method.capacity", self.capacity)
+        check_range("method.every", self.every, 1, 1_000_000)
+        check_positive("method.decision_loss", self.decision_loss)
+
+
+@dataclass(frozen=True)
+class EarlyExitConfig:
+    """Early exit: a token leaves after the first block whose answer is good enough."""
+
+    exit: Literal["confidence", "learned"] = "confidence"
+    """confidence reads the head after every block (the TSA paper's baseline); learned is a trained halting unit."""
+    threshold: float | None = None
+    """Leave above this probability, of the likeliest token (0.9 unless set) or of the halting unit (0.5 unless set)."""
+    oracle: Literal["likelihood", "correctness"] = "correctness"
+    """What names the exit to be learned: the target's likelihood, or whether the likeliest token is right."""
+    oracle_penalty: float = 0.1
+    """Lambda: what each further block costs the oracle."""
+    oracle_smoothing: float = 0.0
+    """Sigma of the kernel over neighbouring tokens by which the oracle is smoothed; 0 is without."""
+    halting_loss: float = 1.0
+    """Alpha: weight of the loss of learned exits, above 0."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        if self.threshold is not None:
+            expected = "a number above 0 and below 1"
+            check(0 < self.threshold < 1, "method.threshold", self.threshold, expected)
+        check_range("method.oracle_penalty", self.oracle_penalty, 0, 1000)
+        check_range("method.oracle_smoothing", self.oracle_smoothing, 0, 1_000_000)
+        check_positive("method.halting_loss", self.halting_loss)
+
+
+@dataclass(frozen=True)
+class SwitchConfig:
+    """Switch: every other feed-forward network is several experts; each token takes one while there is room."""
+
+    experts: int = 4
+    """How many networks there are to choose from, 2 or more."""
+    capacity_factor: float = 1.25
+    """Room for this many times the tokens that an expert would get if all got alike, above 0; what overflows skips."""
+    every: int = 2
+    """Every which block has experts; 2 is every other."""
+    balance_loss: float = 0.01
+    """Weight of the loss that spreads the tokens over the experts."""
+    z_loss: float = 0.001
+    """Weight of the loss that keeps the router's logits small."""
+    jitter: float = 0.01
+    """While training, the router's input is multiplied by random numbers this close to 1."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        check_range("method.experts", self.experts, 2, 1024)
+        check_positive("method.capacity_factor", self.capacity_factor)
+        check_range("method.every", self.every, 1, 1_000_000)
+        check_range("method.balance_loss", self.balance_loss, 0, 1000)
+        check_range("method.z_loss", self.z_loss, 0, 1000)
+        check_range("method.jitter", self.jitter, 0, 1, below=True)
+
+
+@dataclass(frozen=True)
+class ACTConfig:
+    """Adaptive computation time: one shared block, applied to each token until its halting unit has had enough."""
+
+    max_steps: int | None = None
+    """The most steps a token may take; as many as the model has layers unless set."""
+    epsilon: float = 0.01
+    """A token halts once its halting probabilities add up to 1 less this."""
+    ponder_cost: float = 0.01
+    """Tau: the price of a step."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        if self.max_steps is not None:
+            check_range("method.max_steps", self.max_steps, 1, 1000)
+        check(0 < self.epsilon < 1, "method.epsilon", self.epsilon, "a number above 0 and below 1")
+        check_range("method.ponder_cost", self.ponder_cost, 0, 1000)
+
+
+def check_positive(name: str, value: float) -> None:
+    check(0 < value <= 1000, name, value, "a number above 0 and up to 1000")
+
+
+def check_budget(name: str, budget: float) -> None:
+    check(0 < budget <= 1, name, budget, "a number above 0 and up to 1, the share of tokens to work on")
+
+
+METHOD_CONFIGS: dict[str, type] = {
+    "dense": DenseConfig,
+    "tsa": TSAConfig,
+    "budget": BudgetConfig,
+    "mod": MoDConfig,
+    "early_exit": EarlyExitConfig,
+    "switch": SwitchConfig,
+    "act": ACTConfig,
+}
+MethodConfig = DenseConfig | TSAConfig | BudgetConfig | MoDConfig | EarlyExitConfig | SwitchConfig | ACTConfig
+
+
+def method_name(config: MethodConfig) -> str:
+    return next(name for name, cls in METHOD_CONFIGS.items() if type(config) is cls)

@@ -1,0 +1,168 @@
+"""Early exit: a token leaves at the first block whose answer is good enough, and passes the rest unchanged.
+
+Two papers in one file. The baseline of the TSA paper leaves by *confidence*: after every block the tied head is read,
+and a token whose largest probability exceeds the threshold takes that answer. The Depth-Adaptive Transformer (Elbayad
+et al. 2020) also *learns* when to leave, after block n with chance chi_n = sigmoid(w h_n + b) if it has not left yet:
+
+    q(n) = chi_n * prod_{i<n} (1 - chi_i)   for n < N,      q(N) = prod_{i<N} (1 - chi_i)
+
+trained by cross-entropy to the exit that an oracle names from the targets: the n that maximises LL_n - lambda n
+(`likelihood`), or C_n - lambda n with C_n = 1 where the likeliest token is right (`correctness`).
+
+Training is aligned in both: one pass through all blocks, every exit read by the tied head, the loss their uniform mean.
+The paper keeps the exit loss out of its first updates; here it sees the states without a gradient to them, so that it
+never disturbs what they learn.
+
+A token that has left goes on costing its keys and values, which each later block projects anew from the carried state,
+as both papers do. Confidence costs the head after each block that a token runs, and the last of these reads is its
+answer; learned halting costs one product per block, and the head once. What a token has left is left out once, by the
+sites of the trace: the stem is a site of its own and in no fraction.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokendepth.config import EarlyExitConfig, ModelConfig
+from tokendepth.methods.base import Method
+from tokendepth.model import Block, Pass, Spent, block_site
+from tokendepth.trace import DepthTrace, Site
+
+
+class Confidence(nn.Module):
+    """How far the largest probability lies above the threshold; nothing to learn."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """`[batch, time, vocabulary] -> [batch, time]`; above 0, the token leaves."""
+        return logits.float().softmax(-1).amax(-1) - self.threshold
+
+
+class HaltingUnit(nn.Module):
+    """chi, up to the sigmoid; the same after every block."""
+
+    def __init__(self, d_model: int, threshold: float) -> None:
+        super().__init__()
+        self.logit = nn.Linear(d_model, 1)
+        self.threshold_logit = math.log(threshold / (1 - threshold))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[batch, time, d] -> [batch, time]`; above 0, the token leaves."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.logit(hidden.float()).squeeze(-1) - self.threshold_logit
+
+
+class EarlyExit(Method):
+    has_soft = False
+
+    def __init__(self, model: ModelConfig, config: EarlyExitConfig) -> None:
+        super().__init__(model, config)
+        self.knobs, self.by_confidence = config, config.exit == "confidence"
+        self.blocks = nn.ModuleList(Block(model, layer) for layer in range(model.n_layer))
+        self.exit: nn.Module | None = None
+        if model.n_layer > 1:  # with a single block there is nothing to leave out
+            unit = Confidence if self.by_confidence else lambda threshold: HaltingUnit(model.d_model, threshold)
+            self.exit = unit(config.threshold or (0.9 if self.by_confidence else 0.5))
+
+    def forward(self, hidden: Tensor, run: Pass) -> Spent:
+        return self._train(hidden, run) if self.training else self._execute(hidden, run)
+
+    # -- evaluation
+
+    def _execute(self, hidden: Tensor, run: Pass) -> Spent:
+        sites = self.sites(run.keys(hidden.shape[1]))
+        hidden = self.blocks[0](hidden, run)
+        logits = self._read(hidden, run) if self.by_confidence else None
+        active = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+        work = [active.float()]
+        for number, block in enumerate(self.blocks[1:]):
+            assert isinstance(block, Block)
+            assert self.exit is not None
+            stays = self.exit(hidden if logits is None else logits) <= 0
+            active = active & stays if run.decisions is None else run.decisions[number]
+            active = active if run.valid is None else active & run.valid
+            if run.execution == "sparse":
+                hidden = block.forward_active(hidden, run, active)
+                if logits is not None:
+                    logits = logits.masked_scatter(active[..., None], self._read(hidden[active], run))
+            else:
+                hidden = block(hidden, run, gate=active)
+                if logits is not None:
+                    logits = torch.where(active[..., None], self._read(hidden, run), logits)
+            work.append(active.float())
+        return Spent(hidden, DepthTrace(torch.stack(work), sites, run.execution), {}, logits)
+
+    def _read(self, hidden: Tensor, run: Pass) -> Tensor:
+        assert run.readout is not None, "exits are read by the language model's head"
+        return run.readout(hidden)
+
+    # -- training
+
+    def _train(self, hidden: Tensor, run: Pass) -> Spent:
+        sites = self.sites(run.keys(hidden.shape[1]))
+        states = []
+        for block in self.blocks:
+            hidden = block(hidden, run)
+            states.append(hidden)
+        trace = DepthTrace(torch.ones(len(sites), *hidden.shape[:2], device=hidden.device), sites, run.execution)
+        if run.targets is None or self.exit is None:
+            return Spent(hidden, trace, {})
+        logits = torch.stack([self._read(state, run) for state in states])
+        likelihood = _log_likelihood(logits, run.targets)
+        counted = (run.targets >= 0).float()  # elsewhere no loss is taken
+        per_exit = -(likelihood * counted).sum((1, 2)) / counted.sum()
+        # The task's loss is that of the last exit; with this it is the mean over all of them.
+        losses = {"exits": per_exit.mean() - per_exit[-1]}
+        if isinstance(self.exit, HaltingUnit):
+            correct = (logits.argmax(-1) == run.targets).float()
+            scores = likelihood.detach() if self.knobs.oracle == "likelihood" else correct
+            best = oracle_exit(scores, self.knobs.oracle_penalty, self.knobs.oracle_smoothing)
+            halting = torch.stack([self.exit.logit(state.detach()).float().squeeze(-1) for state in states[:-1]])
+            cross_entropy = -exit_distribution(halting).gather(0, best[None])[0]
+            losses["halting"] = self.knobs.halting_loss * (cross_entropy * counted).sum() / counted.sum()
+        return Spent(hidden, trace, losses, logits[-1])
+
+    # -- what others ask
+
+    def sites(self, keys: int) -> tuple[Site, ...]:
+        stem = block_site(self.model, "block 0", keys, routed=False)  # its read is every token's first: the head's own
+        read = 2 * self.model.d_model * self.model.vocab_size if self.by_confidence else 0
+        router = 0 if self.by_confidence else 2 * self.model.d_model
+        sites = [stem]
+        for n in range(1, self.model.n_layer):
+            site = block_site(self.model, f"block {n}", keys, routed=True)
+            sites.append(Site(site.name, True, site.always, site.active + read, router))
+        return tuple(sites)
+
+    def routers(self) -> list[nn.Module]:
+        return [self.exit] if self.exit else []
+
+
+def oracle_exit(scores: Tensor, penalty: float, smoothing: float) -> Tensor:
+    """`[exit, batch, time] -> [batch, time]`: the exit n of highest score - penalty * n, the earliest of equals.
+
+    `smoothing` is the sigma of exp(-|t - t'|^2 / sigma), by which the scores of neighbours are summed; 0 is without.
+    """
+    if smoothing:
+        place = torch.arange(scores.shape[2], device=scores.device, dtype=scores.dtype)
+        scores = scores @ torch.exp(-((place[:, None] - place) ** 2) / smoothing)
+    number = torch.arange(1, len(scores) + 1, device=scores.device)
+    return (scores - penalty * number[:, None, None]).argmax(0)
+
+
+def exit_distribution(halting: Tensor) -> Tensor:
+    """log q `[exit, ...]` from the halting logits `[exit - 1, ...]`: the last exit takes who has not left."""
+    certain = torch.zeros_like(halting[:1])
+    stayed = torch.cat([certain, F.logsigmoid(-halting).cumsum(0)])
+    return stayed + torch.cat([F.logsigmoid(halting), certain])
+
+
+def _log_likelihood(logits: Tensor, targets: Tensor) -> Tensor:
+    """`[exit, batch, time]`; 0 where there is no target."""
+    targets = targets.expand(len(logits), -1, -1)
+    return -F.cross_entropy(logits.flatten(0, 2).float(), targets.flatten(), reduction="none").view_as(targets)
