@@ -101,7 +101,7 @@ class Evaluate:
     budget: float | None = None
     """Execute a budget-routed run at this budget instead of its own; the result is printed, not kept in the run."""
     curve: bool = False
-    """Also execute a budget-routed run at budgets from 0.2 to 1, for the report."""
+    """Also execute a budget-routed run at budgets from 0.2 to 1, one with exits at the paper's 13 thresholds."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -169,7 +169,7 @@ class Sweep:
     workers: int | None = None
     """Runs at a time; by default 4 on a GPU and 1 on a CPU."""
     curve: bool = False
-    """Also execute budget-routed runs at budgets from 0.2 to 1."""
+    """Also execute budget-routed runs at budgets from 0.2 to 1, those with exits at the paper's 13 thresholds."""
     out: Path = Path("runs/sweep")
     """Folder of the run folders."""
     results: Path | None = None

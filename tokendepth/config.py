@@ -103,7 +103,9 @@ class TrainConfig:
     lr: float = 3e-4
     """Peak learning rate; falls to a tenth of it along a cosine."""
     weight_decay: float = 0.1
-    """AdamW's decay, on matrices only: not on biases, norms and embeddings."""
+    """AdamW's decay."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """What decays: matrices leaves out biases, norms and embeddings; all is what the paper's MLX runs did."""
     clip: float = 1.0
     """Largest norm of the gradient."""
     seed: int = 0
