@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokendepth import calibrate, data
-from tokendepth.config import BudgetConfig, DenseConfig, EarlyExitConfig, RunConfig, method_name
+from tokendepth.config import PAPER_THRESHOLDS, BudgetConfig, DenseConfig, EarlyExitConfig, RunConfig, method_name
 from tokendepth.data import Dataset
 from tokendepth.data.dataset import NO_LOSS, Split
 from tokendepth.errors import UserError
@@ -28,8 +28,8 @@ Batch = tuple[Tensor, Tensor]
 
 CURVE = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """The budgets of a quality-over-budget curve."""
-THRESHOLDS = (0.99, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3)
-"""The paper's confidences at which a token leaves early."""
+NEVER = 1.0
+"""The confidence that no token exceeds."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,12 @@ def evaluate(
         found = measure(model, stream(), lambda ids: model(ids, execution="sparse"))
         skipped = {"tlops_skipped": found.depth.tlops_saved, "flops_skipped": found.depth.flops_skipped}
         cost = {"flops_per_token": found.depth.flops / found.depth.tokens}
-        return {"threshold" if by_confidence else "budget": at, "sparse": _figures(found, dataset, config, split), **skipped, **cost}
+        return {
+            "threshold" if by_confidence else "budget": at,
+            "sparse": _figures(found, dataset, config, split),
+            **skipped,
+            **cost,
+        }
 
     if routed:
         measured = {execution: executed(execution) for execution in ("hard", "sparse")}
@@ -173,7 +178,7 @@ def evaluate(
         "controls": _controls(model, config, stream, measured["hard"].depth) if routers else {},
         "time": time_forward(model, config, next(stream())[0]) if timing else None,
         "passage": _passage(model, dataset, split, where),
-        "curve": [point(at) for at in (THRESHOLDS if by_confidence else CURVE)] if curve else [],
+        "curve": [point(at) for at in ((NEVER, *PAPER_THRESHOLDS) if by_confidence else CURVE)] if curve else [],
         "env": environment(where),
     }
 

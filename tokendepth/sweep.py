@@ -63,8 +63,8 @@ def sweep(
 ) -> Outcome:
     """Train and evaluate every config into `out/NAME`, `workers` at a time; `curve` and `tokens` as in `evaluate`.
 
-    At the `deadline`, a reading of `time.monotonic()`, whatever runs is saved and left for the next call. `each` is told
-    of every run as soon as it is evaluated.
+    At the `deadline`, a reading of `time.monotonic()`, whatever runs is saved and left for the next call. `each` is
+    told of every run as soon as it is evaluated.
     """
     if workers is not None and workers < 1:
         raise UserError(f"--workers is {workers}; expected 1 or more")

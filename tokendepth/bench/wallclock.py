@@ -21,12 +21,13 @@ from tokendepth.results import Row, add_rows, read_rows
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.726, 0.8, 0.833, 0.9, 1.0)
 BATCHES = (1, 8, 32, 64, 128)
 ENWIK8_FRACTION = 0.833
+ENWIK8_MODEL = ModelConfig(context=256, dropout=0.0, vocab_size=6064)
 IDENTITY = ("benchmark", "shape", "batch", "condition", "active_fraction", "skip", "positions", "device")
 
 
 @dataclass(frozen=True)
 class Protocol:
-    model: ModelConfig = ModelConfig(context=256, dropout=0.0, vocab_size=6064)
+    model: ModelConfig = ENWIK8_MODEL
     batch: int = 64
     fractions: tuple[float, ...] = FRACTIONS
     batches: tuple[int, ...] = BATCHES
@@ -63,7 +64,11 @@ def _sparse(batch: int, fractions: tuple[float, ...]) -> list[Condition]:
 
 
 def measure(
-    conditions: list[Condition], protocol: Protocol, results: Path, device: str = "auto", late: Callable[[], bool] = bool
+    conditions: list[Condition],
+    protocol: Protocol,
+    results: Path,
+    device: str = "auto",
+    late: Callable[[], bool] = bool,
 ) -> Iterator[Row]:
     """Yield the rows that results/wallclock.json does not have of this device, each written as soon as it is known.
 

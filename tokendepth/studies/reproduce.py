@@ -150,11 +150,15 @@ class _Study:
         from tokendepth.machine import choose_device, describe_device
 
         device, path = choose_device(self.device), self.results / "training.json"
-        shapes = {"d16 L3 V50, 2x16": (ModelConfig(16, 3, 2, 32, 16, 0.0, 50), 2)} if self.quick else training.PAPER_SHAPES
+        shapes = (
+            {"d16 L3 V50, 2x16": (ModelConfig(16, 3, 2, 32, 16, 0.0, 50), 2)} if self.quick else training.PAPER_SHAPES
+        )
         known = {
             row["shape"]
             for row in (read_rows(path) if path.exists() else [])
-            if row["benchmark"] == "training step" and row["device"] == describe_device(device) and "early_exit_ms" in row
+            if row["benchmark"] == "training step"
+            and row["device"] == describe_device(device)
+            and "early_exit_ms" in row
         }
         for shape in shapes:
             if shape not in known and not self.deadline.passed():

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from tokendepth.config import RunConfig, override
+from tokendepth.config import PAPER_THRESHOLDS, RunConfig, override
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.recipes import variants
 
@@ -104,8 +104,7 @@ def _enwik8_lines(reading: str) -> tuple[Line, ...]:
     return (Line("enwik8", "baseline", ENWIK8_DENSE + reading), Line("enwik8", "TSA", ENWIK8_TSA + reading))
 
 
-_THRESHOLDS = (0.99, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3)
-_EXITS = tuple(Line("early-exit", f"threshold {value:.2f}", EARLY_EXIT, value) for value in _THRESHOLDS)
+_EXITS = tuple(Line("early-exit", f"threshold {value:.2f}", EARLY_EXIT, value) for value in PAPER_THRESHOLDS)
 
 TABLES: dict[str, Table] = {
     "synthetic": Table(
@@ -147,6 +146,7 @@ TABLES: dict[str, Table] = {
             Line("matched", "TSA", TSA),
             Line("matched", "early exit", EARLY_EXIT, 0.75),
             *_EXITS,
+            Line("early-exit", "no exit taken", EARLY_EXIT, 1.0),
         ),
     ),
     "wall-clock": Table("Wall-clock over active fractions", measurements=("fractions",)),
@@ -193,7 +193,8 @@ def experiments() -> dict[str, RunConfig]:
 
 MINIATURE = {
     "model.d_model": "16", "model.d_ff": "32", "model.n_head": "2", "model.context": "48", "train.batch_size": "4",
-    "train.lr": "0.01", "train.steps": "4", "train.eval_every": "2", "train.checkpoint_every": "2", "train.device": "cpu",
+    "train.lr": "0.01", "train.steps": "4", "train.eval_every": "2", "train.checkpoint_every": "2",
+    "train.device": "cpu",
 }  # fmt: skip
 MINIATURE_TOKENS = 192
 
