@@ -197,6 +197,42 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class Reproduce:
+    """Train, evaluate, time and report the paper, or one table of it. What has its row in results/ is not repeated."""
+
+    table: tyro.conf.Positional[str]
+    """all, or one: synthetic, shakespeare, enwik8, penalty, early-exit, wall-clock, batch, training; or scaling."""
+    seeds: int = 3
+    """How many seeds each, from 0; fewer than three prove nothing."""
+    quick: bool = False
+    """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
+    max_minutes: float | None = None
+    """Stop cleanly after this many minutes; the same line goes on."""
+    workers: int | None = None
+    """Runs at a time; by default 4 on a GPU and 1 on a CPU."""
+    out: Path = Path("runs/reproduce")
+    """Folder of the run folders."""
+    results: Path | None = None
+    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+
+    def __call__(self) -> None:
+        from tokendepth.studies.document import write
+        from tokendepth.studies.reproduce import reproduce
+
+        results = self.results or (self.out / "results" if self.quick else Path("results"))
+        settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        settings["results"] = results
+        done = reproduce(**settings)
+        print(write(results, results.parent / "docs" / "REPRODUCTION.md", quick=self.quick))
+        for name, words in done.failed.items():
+            print(f"tokendepth: {name} failed: {words}", file=sys.stderr)
+        if done.left:
+            print(f"out of time: {len(done.left)} left, {done.left[0]} first; repeat the same line to go on")
+        if done.failed:
+            sys.exit(1)
+
+
+@dataclass(frozen=True)
 class Describe:
     """Parameters, FLOPs per token and memory of a recipe, before anything is trained."""
 
@@ -346,6 +382,7 @@ COMMANDS: tuple[type, ...] = (
     Evaluate,
     Calibrate,
     Sweep,
+    Reproduce,
     Describe,
     Report,
     Generate,

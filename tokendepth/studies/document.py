@@ -7,11 +7,12 @@ number that has no row is `not run`.
 import textwrap
 from pathlib import Path
 
-from tokendepth.files import write_bytes
+from tokendepth.errors import UserError
+from tokendepth.files import disk_faults, write_bytes
 from tokendepth.results import Row
 from tokendepth.studies.evidence import NOT_RUN, Evidence, collapses, show
 from tokendepth.studies.findings import findings
-from tokendepth.studies.open_questions import open_questions
+from tokendepth.studies.open_questions import convergence, open_questions
 from tokendepth.studies.tables import TABLES, Line, Table
 from tokendepth.studies.verdict import RULE, judge, judge_speedup
 
@@ -53,11 +54,11 @@ model with binary decisions at its threshold, which is what skipping does; under
 """
 
 
-def document(evidence: Evidence, figures: dict[str, str] | None = None) -> str:
-    """The whole page; `figures` are paths, relative to it, by name."""
+def document(evidence: Evidence, figures: dict[str, str]) -> str:
+    """The whole page; `figures` are paths, relative to it, by caption."""
     verdicts: list[str] = []
     parts = [_section(name, table, evidence, verdicts) for name, table in TABLES.items() if table.lines]
-    parts += [_times(evidence, verdicts)]
+    parts += [f"### Steps to a loss\n\n{convergence(evidence)}\n\n", _times(evidence, verdicts)]
     kinds = ("reproduced", "differs", "not supported", "other machine", NOT_RUN)
     counts = "\n".join(f"| {kind} | {verdicts.count(kind)} |" for kind in kinds)
     head = HEAD.format(rule=RULE, counts=counts)
@@ -65,10 +66,10 @@ def document(evidence: Evidence, figures: dict[str, str] | None = None) -> str:
         f"### {f.title}\n\n{_wrapped(f'**{_sentence(f.verdict)}** {f.text}')}\n\n" for f in findings(evidence)
     )
     answers = "".join(f"### {title}\n\n{text}\n\n" for title, text in open_questions(evidence))
-    pictures = "".join(f"![{name}]({path})\n\n" for name, path in (figures or {}).items())
-    tail = f"## Figures\n\n{pictures}" if pictures else ""
+    pictures = "".join(f"![]({path})\n\n{_wrapped(caption)}\n\n" for caption, path in figures.items())
     sections = (
-        f"## Findings\n\n{found}## The paper's open questions\n\n{answers}## Every number\n\n{''.join(parts)}{tail}"
+        f"## Findings\n\n{found}## The paper's open questions\n\n{answers}## Every number\n\n{''.join(parts)}## "
+        f"Figures\n\n{pictures}"
     )
     return (head + sections).rstrip() + "\n"
 
@@ -88,7 +89,10 @@ def _wrapped(text: str) -> str:
 def _section(name: str, table: Table, evidence: Evidence, verdicts: list[str]) -> str:
     text = f"### {table.title}\n\n`tokendepth reproduce {name}`\n\n{_lines(table.lines, evidence, verdicts)}\n"
     if table.second_lines:
-        text += f"**A second reading.** {table.about_second}\n\n{_lines(table.second_lines, evidence, verdicts)}\n"
+        # Counted once: the verdicts of a second reading stand for themselves.
+        text += (
+            f"{_wrapped('**A second reading.** ' + table.about_second)}\n\n{_lines(table.second_lines, evidence, [])}\n"
+        )
     return text
 
 
@@ -118,12 +122,12 @@ def _lines(lines: tuple[Line, ...], evidence: Evidence, verdicts: list[str]) -> 
 
 def _times(evidence: Evidence, verdicts: list[str]) -> str:
     device = evidence.wallclock[0]["device"] if evidence.wallclock else NOT_RUN
-    head = (
-        "### Wall-clock\n\n`tokendepth reproduce wall-clock` and `tokendepth reproduce batch`, by the paper's "
-        "protocol: an untrained model, tokens made active by decree, 30 warm-up and 200 timed passes, float32, against "
-        f"the dense model without routers. Published: M1 Pro, MLX. Ours: {device}. `ffn` skips what the paper skips, "
-        "the feed-forward; `block` also queries, attention rows and output projection. The paper's active tokens are "
-        "the first of each sequence; `random` positions are those of no particular luck.\n\n"
+    about = (
+        "`tokendepth reproduce wall-clock` and `tokendepth reproduce batch`, by the paper's protocol: an untrained "
+        "model, tokens made active by decree, 30 warm-up and 200 timed passes, float32, against the dense model "
+        f"without routers. Published: M1 Pro, MLX. Ours: {device}. `ffn` skips what the paper skips, the feed-forward; "
+        "`block` also queries, attention rows and output projection. The paper's active tokens are the first of each "
+        "sequence; `random` ones lie anywhere."
     )
     columns = [(skip, positions) for skip in ("ffn", "block") for positions in ("contiguous", "random")]
     titles = " | ".join(f"{skip}, {positions}" for skip, positions in columns)
@@ -152,7 +156,7 @@ def _times(evidence: Evidence, verdicts: list[str]) -> str:
         dense = f"{found[0]['dense_ms'][0]:.2f}" if found[0] else NOT_RUN
         cells = [row["source"], row["row"], f"{row['ms']:.1f}", f"{row['speedup']:.3f}x", dense, *speeds, verdict]
         rows.append(f"| {' | '.join(cells)} |")
-    return head + "\n".join(rows) + "\n\n" + _training(evidence)
+    return f"### Wall-clock\n\n{_wrapped(about)}\n\n" + "\n".join(rows) + "\n\n" + _training(evidence, verdicts)
 
 
 def _usual_batch(evidence: Evidence) -> int:
@@ -161,7 +165,7 @@ def _usual_batch(evidence: Evidence) -> int:
     return soft["batch"] if soft else 64
 
 
-def _training(evidence: Evidence) -> str:
+def _training(evidence: Evidence, verdicts: list[str]) -> str:
     rows = [
         "| shape | dense ms | TSA ms | TSA / dense | early exit ms | early exit / dense |",
         "|---|--:|--:|--:|--:|--:|",
@@ -169,13 +173,14 @@ def _training(evidence: Evidence) -> str:
     rows += [_training_line(row) for row in evidence.training]
     if not evidence.training:
         rows.append(f"| {NOT_RUN} |" + " |" * 5)
+    verdicts += ["other machine"] * 2
     baseline, tsa = (evidence.published("enwik8", name)["ms_per_step"] for name in ("baseline", "TSA"))
     device = f" Ours: {evidence.training[0]['device']}." if evidence.training else ""
-    return (
-        "### Training time\n\n`tokendepth reproduce training`: one optimiser step, the models interleaved in one "
-        f"process, medians. Published for enwik8's shape on an M1 Pro: {baseline} and {tsa} ms, "
-        f"{tsa / baseline:.3f}.{device}\n\n" + "\n".join(rows) + "\n\n"
+    about = (
+        "`tokendepth reproduce training`: one optimiser step, the models interleaved in one process, medians. "
+        f"Published for enwik8's shape on an M1 Pro: {baseline} and {tsa} ms, {tsa / baseline:.3f}.{device}"
     )
+    return f"### Training time\n\n{_wrapped(about)}\n\n" + "\n".join(rows) + "\n\n"
 
 
 def _training_line(row: Row) -> str:
@@ -189,12 +194,19 @@ def _training_line(row: Row) -> str:
 
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
     """The page at `path` and its figures in `figures/` beside it; what has no numbers is not drawn."""
-    from tokendepth.studies.figures import draw
+    try:
+        from tokendepth.studies.figures import draw
+    except ModuleNotFoundError as error:
+        missing = (error.name or "a package").split(".")[0]
+        raise UserError(
+            f"the rows are in {results}, but the page needs {missing}, not installed; pip install 'tokendepth[report]'"
+        ) from None
 
     evidence = Evidence.read(results, quick=quick)
     folder = path.parent / "figures"
     drawings = draw(evidence)
-    folder.mkdir(parents=True, exist_ok=True)
+    with disk_faults(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     for drawing in drawings:
         write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
         write_bytes(folder / f"{drawing.name}.png", drawing.png)

@@ -1,4 +1,4 @@
-"""What the paper leaves open, first answered with numbers: routing by token type, and scale."""
+"""What the paper leaves open, first answered with numbers: routing by token type, and scale. And how fast it learns."""
 
 from statistics import fmean
 
@@ -25,7 +25,6 @@ def open_questions(evidence: Evidence) -> list[tuple[str, str]]:
     return [
         ("Depth by token type", token_types(evidence)),
         ("Scale", scaling(evidence)),
-        ("Steps to a loss", convergence(evidence)),
     ]
 
 

@@ -55,7 +55,8 @@ def reproduce(
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
     study = _Study(chosen, 1 if quick else seeds, quick, Deadline.after(max_minutes), out, results, device, show)
     study.train(workers)
-    for measurement in dict.fromkeys(m for t in chosen for m in t.measurements):
+    wanted: list[Measurement] = [measurement for one in chosen for measurement in one.measurements]
+    for measurement in dict.fromkeys(wanted):
         if not study.deadline.passed():
             study.measure(measurement)
         if study.deadline.passed():  # it may have been cut short

@@ -9,7 +9,7 @@ Verdict = Literal["reproduced", "differs", "not supported", "not run", "other ma
 TOLERANCE = 0.01
 RULE = """\
 - **reproduced**: our mean lies within two standard deviations of our seeds, or within 1% of the published value,
-  whichever is more. With one seed there is no deviation, and the 1% alone counts.
+  whichever is more. With one seed there is no deviation, and the 1% alone counts. A count must be equal.
 - **differs**: it does not.
 - **not supported**: the number is a saving, and what was saved cannot be had. For token-layer operations: executed at
   its own threshold (hard), the model's loss is more than 2% above its soft loss. For a speed-up: the paper is faster
@@ -24,7 +24,7 @@ def judge(published: float, ours: Stat | None, *, saving: bool = False, collapse
         return "not run"
     if saving and collapses and published > 0:
         return "not supported"
-    tolerance = max(2 * (ours.std or 0.0), TOLERANCE * abs(published))
+    tolerance = 0.0 if isinstance(published, int) else max(2 * (ours.std or 0.0), TOLERANCE * abs(published))
     return "reproduced" if abs(ours.mean - published) <= tolerance else "differs"
 
 
