@@ -78,7 +78,7 @@ def at_initialisation(e: Evidence) -> Finding:
     published = e.published("shakespeare", "TSA")
     text = (
         f"The router's last bias starts at -1, so before a single step the soft active fraction is {show(soft, '.3f')} "
-        f"(executed: {show(hard, '.3f')}, nothing is skipped). By the paper's formula that is {saved} of the "
+        f"(executed: {show(hard, '.3f')}). By the paper's formula that is {saved} of the "
         f"token-layer operations saved by an untrained model, where the trained one is published with "
         f"{published['tlops_saved']:.1%} at {published['active_fraction']}. Ours after training: "
         f"{show(trained, '.3f')}."
@@ -225,7 +225,7 @@ def stem_once(e: Evidence) -> Finding:
     if alpha is not None:
         twice = (1 + (layers - 1) * alpha.mean) / layers
         near = abs(twice - published["active_fraction"]) < abs(alpha.mean - published["active_fraction"])
-        verdict = "Counted twice, it fits" if near else "Counted once, it fits"
+        verdict = "Published nearer to the stem counted twice" if near else "Published nearer to the stem counted once"
         text += (
             f" Had we taken the mean over all blocks, the first included, and then put it into the paper's formula, "
             f"which adds the first block again, the active fraction would read {twice:.3f}. The published one is "
@@ -252,7 +252,7 @@ def exit_against_tsa(e: Evidence) -> Finding:
     _, threshold, alpha, exited = min(points, key=lambda point: point[0])
     text += (
         f"Early exit, executed, comes nearest to that at threshold {threshold}: {show(exited)} at "
-        f"{show(alpha, '.3f')}, so TSA's loss is {_relative(loss, exited)} of it. Soft, TSA has "
+        f"{show(alpha, '.3f')}, so TSA's loss is {_relative(loss, exited)} against it. Soft, TSA has "
         f"{show(e.stat(TSA, 'soft', 'loss'))}, but skips nothing."
     )
     verdict = "Not supported" if loss.mean > exited.mean else "Holds executed"
@@ -269,7 +269,7 @@ def exit_training_cost(e: Evidence) -> Finding:
     text = (
         "The paper trains every exit through the output head and says that this costs what the baseline costs. The "
         f"head is then read after every block: measured, {' and '.join(said) or NOT_RUN}; the claim holds up to 1.05. "
-        f"The quality is not the baseline's either: {show(full)} with no exit taken, dense {show(dense)}."
+        f"Its loss with no exit taken is {show(full)}, the dense model's {show(dense)}."
     )
     return Finding('"Early exit trains at baseline cost"', f"{verdict}.", text)
 
@@ -296,7 +296,7 @@ def never_reached(e: Evidence) -> Finding:
     said = []
     for name, label in (("dense", ENWIK8_DENSE), ("TSA", ENWIK8_TSA)):
         bits, nats = (e.steps_to(label, 1.8 / unit) for unit in (BITS, 1.0))
-        said.append(f"{name} reaches 1.8 bits at step {steps(bits)} and 1.8 nats at step {steps(nats)}")
+        said.append(f"{name} 1.8 bits: {steps(bits)}, 1.8 nats: {steps(nats)}")
     text = (
         "The paper says that both models reach 2.5, 2.0 and 1.8 bits per character at steps 500, 750 and 1,000, and "
         f"prints {final} bits as the better of its two final values, after 5,000 steps: 1.8 bits were never reached. "
