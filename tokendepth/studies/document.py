@@ -30,6 +30,11 @@ EXITED = {"loss": ("sparse", "loss"), "bits_per_character": ("sparse", "bits_per
           "active_fraction": ("sparse", "active_fraction"), "tlops_saved": ("tlops_skipped",)}  # fmt: skip
 """Where the same numbers are in one execution of an early-exit model."""
 
+MINIATURE = """\
+> **A miniature**, made by `--quick`: models of a few thousand parameters after four steps. It shows how the page is made;
+> its numbers and verdicts say nothing about the paper.
+
+"""
 HEAD = """\
 # The paper, reproduced
 
@@ -61,7 +66,7 @@ def document(evidence: Evidence, figures: dict[str, str]) -> str:
     parts += [f"### Steps to a loss\n\n{convergence(evidence)}\n\n", _times(evidence, verdicts)]
     kinds = ("reproduced", "differs", "not supported", "other machine", NOT_RUN)
     counts = "\n".join(f"| {kind} | {verdicts.count(kind)} |" for kind in kinds)
-    head = HEAD.format(rule=RULE, counts=counts)
+    head = (MINIATURE if evidence.quick else "") + HEAD.format(rule=RULE, counts=counts)
     found = "".join(
         f"### {f.title}\n\n{_wrapped(f'**{_sentence(f.verdict)}** {f.text}')}\n\n" for f in findings(evidence)
     )

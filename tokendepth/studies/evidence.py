@@ -41,6 +41,8 @@ class Evidence:
     wallclock: list[Row]
     training: list[Row]
     configs: dict[str, RunConfig]
+    quick: bool = False
+    """Whether all of it is a miniature, which says nothing about the paper."""
 
     @classmethod
     def read(cls, results: Path, *, quick: bool = False) -> "Evidence":
@@ -56,6 +58,7 @@ class Evidence:
             _one_device(rows("wallclock.json")),
             _one_device([row for row in rows("training.json") if row["benchmark"] == "training step"]),
             {label: tables.miniature(config) for label, config in configs.items()} if quick else configs,
+            quick,
         )
 
     # -- the paper's numbers
