@@ -1,7 +1,9 @@
 """The paper by one command: everything has its row, nothing is done twice, and a stop loses nothing."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -193,3 +195,21 @@ def test_it_needs_no_packages_but_the_core(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert read_rows(tmp_path / "wallclock.json")
+
+
+def test_interrupted_it_keeps_what_it_has_and_goes_on(tmp_path):
+    words = [sys.executable, "-m", "tokendepth.cli", "reproduce", "synthetic", "--quick", "--out", str(tmp_path)]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
+    rows, until = tmp_path / "results" / RUNS, time.monotonic() + 60
+    while not rows.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "is saved; repeat the command to go on" in said
+    kept = read_rows(rows)
+    assert 0 < len(kept) < len(runs(TABLES["synthetic"], 1))
+    assert not reproduce("synthetic", quick=True, out=tmp_path, results=tmp_path / "results", show=False).left
+    assert read_rows(rows)[: len(kept)] == kept
+    assert len(read_rows(rows)) == len(runs(TABLES["synthetic"], 1))

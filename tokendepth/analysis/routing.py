@@ -25,8 +25,12 @@ TOKENS = 2**17
 """Enough for every group to hold some hundreds."""
 FREQUENCY_TOKENS = 2**20
 """Training text from which the tokens' frequencies are counted."""
-FREQUENCY_BINS = (0.05, 0.02, 0.005)
-"""A token type is counted by its share of the text: at least this, or rare."""
+CLASSES = ("letter", "capital", "digit", "punctuation", "space", "line break")
+POSITIONS = ("first", "middle", "last", "outside words")
+FREQUENCIES = {"below 0.5%": 0.0, "0.5% to 2%": 0.005, "2% to 5%": 0.02, "5% and more": 0.05}
+"""A token's type by the smallest share of the text that it has."""
+QUARTERS = ("lowest quarter", "second quarter", "third quarter", "highest quarter")
+ORDER = (*CLASSES, *POSITIONS, *FREQUENCIES, *QUARTERS)
 
 
 def measure(run: Run, *, device: str = "auto", tokens: int = TOKENS) -> dict[str, Any]:
@@ -63,8 +67,8 @@ def measure(run: Run, *, device: str = "auto", tokens: int = TOKENS) -> dict[str
         "groups": [
             {"kind": kind, "group": name, "share": float(chosen.mean()), **_depth(gates, chosen)}
             for kind, labels in groups.items()
-            for name in dict.fromkeys(labels.tolist())
-            if name and (chosen := labels == name).any()
+            for name in ORDER
+            if (chosen := labels == name).any()
         ],
         "modes": {mode: _summary(gate, of_token, of_next) for mode, gate in gates.items()},
         "evaluated_on": environment(where),
@@ -139,14 +143,13 @@ def _positions(text: np.ndarray, dataset: TextDataset) -> np.ndarray:
 
 def _frequencies(text: np.ndarray, dataset: TextDataset) -> np.ndarray:
     counts = np.bincount(dataset.split_ids("train")[:FREQUENCY_TOKENS], minlength=dataset.tokenizer.vocab_size)
-    names = np.array([f"below {FREQUENCY_BINS[-1]:.1%}", *(f"{low:.1%} and more" for low in FREQUENCY_BINS[::-1])])
-    return names[np.searchsorted(FREQUENCY_BINS[::-1], counts / counts.sum(), side="right")][text]
+    bins = np.searchsorted(list(FREQUENCIES.values()), counts / counts.sum(), side="right") - 1
+    return np.array(list(FREQUENCIES))[bins][text]
 
 
 def _quarters(nats: np.ndarray) -> np.ndarray:
     known = ~np.isnan(nats)
     edges = np.quantile(nats[known], (0.25, 0.5, 0.75))
-    names = np.array(["lowest quarter", "second quarter", "third quarter", "highest quarter"])
-    labels = names[np.searchsorted(edges, nats, side="right").clip(max=3)]
+    labels = np.array(QUARTERS)[np.searchsorted(edges, nats, side="right").clip(max=3)]
     labels[~known] = ""
     return labels

@@ -31,8 +31,8 @@ EXITED = {"loss": ("sparse", "loss"), "bits_per_character": ("sparse", "bits_per
 """Where the same numbers are in one execution of an early-exit model."""
 
 MINIATURE = """\
-> **A miniature**, made by `--quick`: models of a few thousand parameters after four steps. It shows how the page is made;
-> its numbers and verdicts say nothing about the paper.
+> **A miniature**, made by `--quick`: models of a few thousand parameters after four steps. It shows how the page is
+> made; its numbers and verdicts say nothing about the paper.
 
 """
 HEAD = """\
@@ -51,6 +51,9 @@ model with binary decisions at its threshold, which is what skipping does; under
 ## The rule
 
 {rule}
+
+One per cent is more than any difference that the paper reports: that two losses are reproduced does not make the
+difference between them so. The findings below look at the differences.
 
 | verdict | numbers |
 |---|--:|

@@ -21,10 +21,10 @@ BITS = 1.4426950408889634
 """A nat in bits."""
 
 
-def show(stat: Stat | None, form: str = ".4f") -> str:
-    """Mean, spread and number of seeds; or that there is none."""
+def show(stat: Stat | None, form: str = ".4f", *, ran: bool = False) -> str:
+    """Mean, spread and number of seeds; or that there is none, though it `ran`, because nothing varied."""
     if stat is None:
-        return NOT_RUN
+        return "no variation" if ran else NOT_RUN
     if len(set(stat.values)) == 1 and form.startswith(","):  # a count of parameters has no spread
         return format(stat.mean, form)
     spread = f" ± {stat.std:{form}}" if stat.std is not None else ""

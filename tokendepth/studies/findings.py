@@ -162,16 +162,18 @@ def difficulty(e: Evidence) -> Finding:
         {mode: e.stat(f"synthetic.{task}_tsa", mode, "active_fraction") for mode in ("soft", "hard")}
         for task in ("copy", "sort")
     )
-    answers = [None if s is None else min(s.values) >= MODERATE for s in found.values()]
+    ran = bool(e.rows(TSA, "routing"))
+    answers = [(s is not None and min(s.values) >= MODERATE) if ran else None for s in found.values()]
     share = e.stat(TSA, "modes", "soft", "layer_share_of_variance", of="routing")
     said = [f"{e.published('synthetic', f'{task} TSA')['active_fraction']:.3f}" for task in ("copy", "sort")]
     text = (
         "If depth followed difficulty, a token's depth would rise with the surprisal of what it has to predict. The "
-        f"rank correlation on Shakespeare is {show(found['soft'], '.2f')} soft and {show(found['hard'], '.2f')} "
-        f"executed; we speak of proportional from {MODERATE} in every seed. Of the gates' variance, "
-        f"{show(share, '.0%')} is the layer's own mean, the same for every token. The paper's other ground is copy "
-        f"against sort, whose soft active fractions are {show(copy['soft'], '.3f')} and {show(sort['soft'], '.3f')} "
-        f"here (published {' and '.join(said)}), executed {show(copy['hard'], '.3f')} and {show(sort['hard'], '.3f')}."
+        f"rank correlation on Shakespeare is {show(found['soft'], '.2f', ran=ran)} soft and "
+        f"{show(found['hard'], '.2f', ran=ran)} executed; we speak of proportional from {MODERATE} in every seed. Of "
+        f"the gates' variance, {show(share, '.0%')} is the layer's own mean, the same for every token. The paper's "
+        f"other ground is copy against sort, whose soft active fractions are {show(copy['soft'], '.3f')} and "
+        f"{show(sort['soft'], '.3f')} here (published {' and '.join(said)}), executed {show(copy['hard'], '.3f')} and "
+        f"{show(sort['hard'], '.3f')}."
     )
     return Finding('"Difficulty-proportional"', _holds(*answers), text)
 

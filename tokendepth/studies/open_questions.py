@@ -33,14 +33,19 @@ def token_types(e: Evidence) -> str:
     lines = ["| model | mode | depth and surprisal of the token | of the next | spread over tokens | layer's share |"]
     lines.append("|---|---|--:|--:|--:|--:|")
     for label in ROUTING:
+        ran = bool(e.rows(label, "routing"))
         for mode, name in (("soft", "soft"), ("hard", "executed")):
-            pick = [
-                show(e.stat(label, "modes", mode, "rank_correlation", f"surprisal of the {which}", of="routing"), ".2f")
-                for which in ("token", "next")
+            found = {
+                ".2f": [("rank_correlation", f"surprisal of the {which}") for which in ("token", "next")],
+                ".3f": [("spread_of_depth",)],
+                ".0%": [("layer_share_of_variance",)],
+            }
+            cells = [
+                show(e.stat(label, "modes", mode, *keys, of="routing"), form, ran=ran)
+                for form, numbers in found.items()
+                for keys in numbers
             ]
-            spread = show(e.stat(label, "modes", mode, "spread_of_depth", of="routing"), ".3f")
-            share = show(e.stat(label, "modes", mode, "layer_share_of_variance", of="routing"), ".0%")
-            lines.append(f"| {NAMES[label]} | {name} | {pick[0]} | {pick[1]} | {spread} | {share} |")
+            lines.append(f"| {NAMES[label]} | {name} | {' | '.join(cells)} |")
     text = (
         "A token's depth is the mean of its work over the routed blocks. First its rank correlation with surprisal, "
         "its standard deviation over tokens, and the share of the gates' variance that is the layer's mean alone, the "

@@ -7,12 +7,13 @@ Rows are written as soon as they are known, so a call that is stopped or out of 
 on this machine or another that has the rows, goes on. Times are taken after the last training, when nothing else runs.
 """
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokendepth.config import ModelConfig, RunConfig
-from tokendepth.errors import UserError
+from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.progress import console
 from tokendepth.results import Row, add_rows, read_rows
 from tokendepth.runs import Run
@@ -54,13 +55,12 @@ def reproduce(
     if max_minutes is not None and not max_minutes > 0:
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
     study = _Study(chosen, 1 if quick else seeds, quick, Deadline.after(max_minutes), out, results, device, show)
-    study.train(workers)
-    wanted: list[Measurement] = [measurement for one in chosen for measurement in one.measurements]
-    for measurement in dict.fromkeys(wanted):
-        if not study.deadline.passed():
-            study.measure(measurement)
-        if study.deadline.passed():  # it may have been cut short
-            study.done.left.append(measurement)
+    try:
+        study.train(workers)
+        study.measure_all()
+    except (KeyboardInterrupt, Interrupted) as stopped:
+        number = stopped.exit_code - 128 if isinstance(stopped, Interrupted) else signal.SIGINT
+        raise SweepStopped(number, out) from None
     return study.done
 
 
@@ -126,7 +126,15 @@ class _Study:
 
     # -- measurements
 
-    def measure(self, measurement: Measurement) -> None:
+    def measure_all(self) -> None:
+        wanted: list[Measurement] = [measurement for table in self.chosen for measurement in table.measurements]
+        for measurement in dict.fromkeys(wanted):
+            if not self.deadline.passed():
+                self._measure(measurement)
+            if self.deadline.passed():  # it may have been cut short
+                self.done.left.append(measurement)
+
+    def _measure(self, measurement: Measurement) -> None:
         makers: dict[Measurement, Callable[[], Iterator[Row]]] = {
             "fractions": lambda: self._wall_clock("fractions"),
             "batches": lambda: self._wall_clock("batches"),
