@@ -22,7 +22,7 @@ LAYERS: tuple[set[str], ...] = (
     {"commands"},
     {"arguments"},
     {"recipes", "report", "hf", "serve", "analysis", "bench"},
-    {"sweep", "calibrate", "train", "step", "progress", "evaluate", "generate", "describe", "doctor"},
+    {"sweep", "auto", "calibrate", "train", "step", "progress", "evaluate", "generate", "describe", "doctor"},
     {"model", "cache", "methods", "data"},
     {"ops"},
     {"config", "method_configs", "checks", "files", "runs", "lock", "results", "trace", "errors", "machine"},

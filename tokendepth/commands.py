@@ -276,25 +276,44 @@ class Generate:
 class Bench:
     """Measure this machine and add the rows to results/."""
 
-    what: tyro.conf.Positional[Literal["training", "faults"]]
-    """training: the TSA training step against the dense one. faults: what killed, full and damaged runs lose."""
+    what: tyro.conf.Positional[Literal["forward", "training", "faults"]]
+    """forward: what skipping gives on the clock. training: the TSA training step against the dense one.
+    faults: what killed, full and damaged runs lose."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
     results: Path = Path("results")
     """Folder of the results files."""
+    json: bool = False
+    """Print one JSON object a line instead of words."""
+    fractions: str | None = None
+    """Of forward: active fractions of random decisions, with commas between them."""
+    run: Path | None = None
+    """Of forward: a trained run that decides for itself on its validation text, instead of random decisions."""
     only: str | None = None
     """Of faults: the names of some, with commas between them."""
     scale: float = 1.0
     """Of faults: the part of the full number of attempts, from 0 to 1."""
 
     def __call__(self) -> None:
-        if self.what == "training":
+        if self.what == "forward":
+            self._forward()
+        elif self.what == "training":
             from tokendepth.bench import training
 
             for row in training.measure(self.device, self.results):
                 print(json.dumps(row))
         else:
             self._faults()
+
+    def _forward(self) -> None:
+        from tokendepth.bench import forward
+
+        if self.run:
+            rows = forward.measure_run(self.run, self.device, self.results)
+        else:
+            rows = forward.measure(self.device, self.results, forward.parse_fractions(self.fractions))
+        for row in rows:
+            print(json.dumps(row) if self.json else forward.in_words(row))
 
     def _faults(self) -> None:
         from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig
 from tokendepth.errors import UserError
+from tokendepth.ops.compact import compact, put, take
 from tokendepth.ops.gated_add import gated_add
 from tokendepth.ops.sparse_attention import sparse_attention
 from tokendepth.trace import DepthTrace, Execution, Site
@@ -96,12 +97,12 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def active_rows(self, x: Tensor, active: Tensor, run: Pass) -> Tensor:
+    def active_rows(self, x: Tensor, active: Tensor, rows: Tensor, run: Pass) -> Tensor:
         """Rows of the active tokens only, `[active tokens, d]`; every token still leaves its key and value."""
         w_q, w_kv = self.qkv.weight.split([x.shape[-1], 2 * x.shape[-1]])
         k, v = (self._heads(part) for part in F.linear(x, w_kv).chunk(2, dim=-1))
         k, v, key_valid = self._remember(k, v, run)
-        q = F.linear(x[active], w_q).unflatten(-1, (self.n_head, -1))
+        q = F.linear(take(x, rows), w_q).unflatten(-1, (self.n_head, -1))
         return self.out(sparse_attention(q, k, v, active, key_valid).flatten(1))
 
     def rows_among(self, rows: Tensor, active: Tensor, run: Pass) -> Tensor:
@@ -159,17 +160,17 @@ class Block(nn.Module):
 
         `weight` `[batch, time]` scales the active tokens' updates; none is the plain block.
         """
-        add = Tensor.add if weight is None else partial(gated_add, gate=weight[active])
-        rows = add(h[active], self.attention.active_rows(self.norm_attention(h), active, run))
-        rows = add(rows, self.ffn(self.norm_ffn(rows)))
-        return h.masked_scatter(active[..., None], rows)
+        rows = compact(active)
+        add = Tensor.add if weight is None else partial(gated_add, gate=take(weight, rows))
+        states = add(take(h, rows), self.attention.active_rows(self.norm_attention(h), active, rows, run))
+        return put(h, rows, add(states, self.ffn(self.norm_ffn(states))))
 
     def forward_active_ffn(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
         """The paper's sparse mode: attention for every token, its update masked; the feed-forward for active ones."""
         h = gated_add(h, self.attention(self.norm_attention(h), run), active)
-        rows = h[active]
-        rows = rows + self.ffn(self.norm_ffn(rows))
-        return h.masked_scatter(active[..., None], rows)
+        rows = compact(active)
+        states = take(h, rows)
+        return put(h, rows, states + self.ffn(self.norm_ffn(states)))
 
     def forward_among(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
         """The block as if the tokens of `active` were all there is; the others pass unchanged and leave no key behind.
