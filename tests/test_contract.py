@@ -32,11 +32,11 @@ from tokendepth.config import (
     MethodConfig,
     MoDConfig,
     ModelConfig,
+    MoRConfig,
     RunConfig,
     SwitchConfig,
     TrainConfig,
     TSAConfig,
-    method_name,
 )
 from tokendepth.evaluate import batches, load_model, measure
 from tokendepth.methods import METHODS, build
@@ -63,7 +63,10 @@ CASES["early_exit-likelihood"] = EarlyExitConfig("learned", oracle="likelihood",
 CASES["switch"] = SwitchConfig(capacity_factor=0.75)  # where some find no room
 CASES["switch-every"] = SwitchConfig(experts=3, every=1, capacity_factor=0.75)
 CASES["act"] = ACTConfig(epsilon=0.2)  # at 0.01 hardly anyone halts at the first step
-DEPTH: dict[str, int] = {}
+CASES["mor-token"] = MoRConfig(routing="token")
+CASES["mor-shared"] = MoRConfig(recursions=3, kv="shared")
+CASES["mor-token-shared"] = MoRConfig(recursions=3, routing="token", kv="shared")
+DEPTH = {"mor": 4, "mor-token": 6, "mor-shared": 5, "mor-token-shared": 5}
 """Where three layers do not do."""
 SPREAD = {"act": 2.0}
 """How far router logits lie apart; a token that halts at the first step has to be surer than one that skips a block."""
@@ -76,7 +79,7 @@ each_active = pytest.mark.parametrize("active", ACTIVE)
 
 def model_of(case: str) -> ModelConfig:
     """The least depth at which a method has something to share or to skip."""
-    return replace(MODEL, n_layer=DEPTH.get(method_name(CASES[case]), MODEL.n_layer))
+    return replace(MODEL, n_layer=DEPTH.get(case, MODEL.n_layer))
 
 
 def run_config(case: str, seed: int = 0) -> RunConfig:

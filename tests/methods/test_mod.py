@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.flops import count_flops
 from tokendepth.config import MoDConfig, ModelConfig, RunConfig
 from tokendepth.methods import build
-from tokendepth.methods.mod import MoDBlock, membership, put_added, take, top_k
+from tokendepth.methods.mod import MoDBlock, membership, put_added, share_of, take, top_k
 from tokendepth.model import LanguageModel, Pass
 
 TIME = 16
@@ -46,7 +46,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 def test_the_threshold_by_hand():
     """C = 2 of S = 5: the weights above P_0.6 = 0.3 are 0.9 and 0.4, and they keep their order."""
     weights = torch.tensor([[0.4, -1.0, 0.3, 0.9, 0.1]])
-    chosen = top_k(weights, 0.4)
+    chosen = top_k(weights, share_of(0.4, 5))
     assert chosen.tolist() == [[0, 3]]
     assert membership(chosen, weights).tolist() == [[1, 0, 0, 1, 0]]
     assert torch.equal(membership(chosen, weights) == 1, weights > weights.sort().values[0, 2])
@@ -110,7 +110,7 @@ def test_the_routers_gradient_is_that_of_its_weights():
     model, h = mod(every=1, capacity=0.25).train(), states(1)
     block = model.method.blocks[0]
     weight = block.router(h).detach().requires_grad_()
-    chosen = top_k(weight, 0.25)
+    chosen = top_k(weight, 4)
     out = model.method._train_block(block, h, Pass(), weight, chosen)
     (grad,) = torch.autograd.grad(out.sum(), weight)
     places = chosen[0].tolist()

@@ -9,6 +9,7 @@ from tokendepth.methods.budget import Budget
 from tokendepth.methods.dense import Dense
 from tokendepth.methods.early_exit import EarlyExit
 from tokendepth.methods.mod import MoD
+from tokendepth.methods.mor import MoR
 from tokendepth.methods.switch import Switch
 from tokendepth.methods.tsa import TSA
 from tokendepth.model import LanguageModel
@@ -21,6 +22,7 @@ METHODS: dict[str, type[Method]] = {
     "early_exit": EarlyExit,
     "switch": Switch,
     "act": ACT,
+    "mor": MoR,
 }
 
 

@@ -81,7 +81,7 @@ class MoD(Method):
             weight = block.router(hidden)
             logit = block.decision_logit(hidden, weight)
             if self.training:
-                chosen = top_k(weight, self.capacity)
+                chosen = top_k(weight, share_of(self.capacity, hidden.shape[1]))
                 active = membership(chosen, weight)
                 losses.append(F.binary_cross_entropy_with_logits(logit, active))
                 hidden = self._train_block(block, hidden, run, weight, chosen)
@@ -120,12 +120,13 @@ def among_site(model: ModelConfig, name: str, keys: int, *, router: float = 0.0)
     return Site(name, True, always=0.0, active=block.always + block.active, router=router)
 
 
-def top_k(scores: Tensor, capacity: float) -> Tensor:
-    """`[batch, time] -> [batch, k]`: where the k highest of each sequence stand, in their original order.
+def share_of(capacity: float, time: int) -> int:
+    """How many tokens a capacity is: known from the shape alone, so that nothing is asked of the device."""
+    return max(1, round(capacity * time))
 
-    k is a share of the time alone, so that shapes are fixed: nothing is asked of the device.
-    """
-    k = max(1, round(capacity * scores.shape[1]))
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """`[batch, time] -> [batch, k]`: where the k highest of each sequence stand, in their original order."""
     return scores.detach().topk(k, dim=1).indices.sort(dim=1).values
 
 

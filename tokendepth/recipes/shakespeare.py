@@ -9,6 +9,7 @@ from tokendepth.config import (
     MethodConfig,
     MoDConfig,
     ModelConfig,
+    MoRConfig,
     RunConfig,
     SwitchConfig,
     TrainConfig,
@@ -53,3 +54,8 @@ def switch() -> RunConfig:
 def act() -> RunConfig:
     """Tiny-Shakespeare, adaptive computation time: one shared block, up to six steps."""
     return _run(ACTConfig())
+
+
+def mor() -> RunConfig:
+    """Tiny-Shakespeare, Mixture-of-Recursions: two shared layers, applied twice."""
+    return _run(MoRConfig())
