@@ -17,6 +17,7 @@ from tokendepth.config import (
     DataConfig,
     DenseConfig,
     EarlyExitConfig,
+    ITTConfig,
     MoDConfig,
     ModelConfig,
     MoRConfig,
@@ -308,6 +309,11 @@ REFUSED_KNOBS = [
     (MoRConfig, "decision_loss", 0.0),
     (MoRConfig, "balance_loss", -0.1),
     (MoRConfig, "z_loss", math.inf),
+    (ITTConfig, "steps", 1),
+    (ITTConfig, "steps", 1001),
+    (ITTConfig, "capacity", 0.0),
+    (ITTConfig, "every", 0),
+    (ITTConfig, "decision_loss", 0.0),
 ]
 
 

@@ -18,6 +18,7 @@ from tokendepth.method_configs import METHOD_CONFIGS, DenseConfig, MethodConfig,
 from tokendepth.method_configs import ACTConfig as ACTConfig
 from tokendepth.method_configs import BudgetConfig as BudgetConfig
 from tokendepth.method_configs import EarlyExitConfig as EarlyExitConfig
+from tokendepth.method_configs import ITTConfig as ITTConfig
 from tokendepth.method_configs import MoDConfig as MoDConfig
 from tokendepth.method_configs import MoRConfig as MoRConfig
 from tokendepth.method_configs import SwitchConfig as SwitchConfig

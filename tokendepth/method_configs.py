@@ -173,6 +173,29 @@ class MoRConfig:
         check(fits, "model.n_layer", n_layer, expected)
 
 
+@dataclass(frozen=True)
+class ITTConfig:
+    """Inner Thinking: every other layer is applied again to the tokens that need more of it."""
+
+    steps: int = 4
+    """How often a thinking layer is applied at most, the first time included, 2 or more."""
+    capacity: float = 0.7
+    """Share of a sequence's tokens that take a thinking step while training, above 0 and up to 1."""
+    every: int = 2
+    """Every which layer thinks; 2 is every other."""
+    decides: Literal["predictor", "router"] = "predictor"
+    """Who decides without seeing the future: a predictor of its own, or the router itself, trained towards it."""
+    decision_loss: float = 0.01
+    """Weight of the cross-entropy that teaches the decision, above 0."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        check_range("method.steps", self.steps, 2, 1000)
+        check_budget("method.capacity", self.capacity)
+        check_range("method.every", self.every, 1, 1_000_000)
+        check_positive("method.decision_loss", self.decision_loss)
+
+
 def check_positive(name: str, value: float) -> None:
     check(0 < value <= 1000, name, value, "a number above 0 and up to 1000")
 
@@ -190,9 +213,18 @@ METHOD_CONFIGS: dict[str, type] = {
     "switch": SwitchConfig,
     "act": ACTConfig,
     "mor": MoRConfig,
+    "itt": ITTConfig,
 }
 MethodConfig = (
-    DenseConfig | TSAConfig | BudgetConfig | MoDConfig | EarlyExitConfig | SwitchConfig | ACTConfig | MoRConfig
+    DenseConfig
+    | TSAConfig
+    | BudgetConfig
+    | MoDConfig
+    | EarlyExitConfig
+    | SwitchConfig
+    | ACTConfig
+    | MoRConfig
+    | ITTConfig
 )
 
 

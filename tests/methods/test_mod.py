@@ -72,7 +72,7 @@ def test_in_evaluation_a_token_is_selected_where_its_own_logit_is_above_zero():
     with torch.no_grad():
         entered = model.method.blocks[0](h, Pass())
         active = model.method(h, Pass("hard")).trace.work[1]
-        assert torch.equal(active, (model.method.blocks[1].router(entered) > 0).float())
+        assert torch.equal(active, (model.method.blocks[1].selector.router(entered) > 0).float())
     assert 0 < active.mean() < 1
 
 
@@ -88,7 +88,7 @@ def test_eq_1_by_hand(execution):
     active[0, 0, places] = True
     with torch.no_grad():
         hidden = model.method(h, Pass(execution, decisions=active)).hidden  # the other blocks select nobody
-        r = block.router(h)[:, places, None]
+        r = block.selector.router(h)[:, places, None]
         expected = h[:, places] + r * (alone(block, h, places) - h[:, places])
     others = ~active[0, 0]
     assert close(hidden[:, places], expected)
@@ -109,7 +109,7 @@ def test_the_routers_gradient_is_that_of_its_weights():
     """d(x + r f)/dr = f for a selected token, and nothing for the others."""
     model, h = mod(every=1, capacity=0.25).train(), states(1)
     block = model.method.blocks[0]
-    weight = block.router(h).detach().requires_grad_()
+    weight = block.selector.router(h).detach().requires_grad_()
     chosen = top_k(weight, 4)
     out = model.method._train_block(block, h, Pass(), weight, chosen)
     (grad,) = torch.autograd.grad(out.sum(), weight)
@@ -157,7 +157,7 @@ def test_the_loss_of_a_decision_is_the_cross_entropy_with_the_selection(decides)
         for block in model.method.blocks[:3]:
             h = block(h, Pass())
         last = model.method.blocks[3]
-        logit = last.router(h) if decides == "router" else last.predictor(h)
+        logit = last.selector.router(h) if decides == "router" else last.selector.predictor(h)
     chosen = spent.trace.work[3]
     by_hand = -(chosen * F.logsigmoid(logit) + (1 - chosen) * F.logsigmoid(-logit)).mean()
     assert float(spent.losses["decision"]) == pytest.approx(0.5 * float(by_hand), rel=1e-5)

@@ -8,6 +8,7 @@ from tokendepth.methods.base import Method
 from tokendepth.methods.budget import Budget
 from tokendepth.methods.dense import Dense
 from tokendepth.methods.early_exit import EarlyExit
+from tokendepth.methods.itt import ITT
 from tokendepth.methods.mod import MoD
 from tokendepth.methods.mor import MoR
 from tokendepth.methods.switch import Switch
@@ -23,6 +24,7 @@ METHODS: dict[str, type[Method]] = {
     "switch": Switch,
     "act": ACT,
     "mor": MoR,
+    "itt": ITT,
 }
 
 

@@ -41,21 +41,34 @@ class LinearRouter(nn.Linear):
         return 2 * self.weight.numel()
 
 
+class Selector(nn.Module):
+    """The router's weights and, where it does not decide itself, a predictor of who will be among the top k."""
+
+    def __init__(self, d_model: int, decides: str) -> None:
+        super().__init__()
+        self.router = LinearRouter(d_model)
+        self.predictor = Router(d_model) if decides == "predictor" else None
+
+    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """`[batch, time]` twice: the weight, and the logit by which a token is selected where it is above 0."""
+        weight = self.router(h)
+        return weight, weight if self.predictor is None else self.predictor(h.detach())
+
+    @property
+    def decider(self) -> nn.Module:
+        return self.predictor or self.router
+
+    @property
+    def flops(self) -> int:
+        return self.router.flops + (self.predictor.flops if self.predictor else 0)
+
+
 class MoDBlock(Block):
-    """A block, its router, and the predictor that stands for the router's choice where the future is not known."""
+    """A block and what selects its tokens."""
 
     def __init__(self, model: ModelConfig, layer: int, config: MoDConfig) -> None:
         super().__init__(model, layer)
-        self.router = LinearRouter(model.d_model)
-        self.predictor = Router(model.d_model) if config.decides == "predictor" else None
-
-    def decision_logit(self, h: Tensor, weight: Tensor) -> Tensor:
-        """`[batch, time]`: above 0, the token is selected."""
-        return weight if self.predictor is None else self.predictor(h.detach())
-
-    @property
-    def router_flops(self) -> int:
-        return self.router.flops + (self.predictor.flops if self.predictor else 0)
+        self.selector = Selector(model.d_model, config.decides)
 
 
 class MoD(Method):
@@ -78,8 +91,7 @@ class MoD(Method):
                 hidden = block(hidden, run)
                 work.append(torch.ones(hidden.shape[:2], device=hidden.device))
                 continue
-            weight = block.router(hidden)
-            logit = block.decision_logit(hidden, weight)
+            weight, logit = block.selector(hidden)
             if self.training:
                 chosen = top_k(weight, share_of(self.capacity, hidden.shape[1]))
                 active = membership(chosen, weight)
@@ -101,14 +113,14 @@ class MoD(Method):
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         return tuple(
-            among_site(self.model, f"block {n}", keys, router=block.router_flops)
+            among_site(self.model, f"block {n}", keys, router=block.selector.flops)
             if isinstance(block, MoDBlock)
             else block_site(self.model, f"block {n}", keys, routed=False)
             for n, block in enumerate(self.blocks)
         )
 
     def routers(self) -> list[nn.Module]:
-        return [block.predictor or block.router for block in self.blocks if isinstance(block, MoDBlock)]
+        return [block.selector.decider for block in self.blocks if isinstance(block, MoDBlock)]
 
 
 # --- selected tokens, for the methods that build on this one ----------------------------------------------------------

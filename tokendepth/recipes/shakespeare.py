@@ -6,6 +6,7 @@ from tokendepth.config import (
     DataConfig,
     DenseConfig,
     EarlyExitConfig,
+    ITTConfig,
     MethodConfig,
     MoDConfig,
     ModelConfig,
@@ -59,3 +60,8 @@ def act() -> RunConfig:
 def mor() -> RunConfig:
     """Tiny-Shakespeare, Mixture-of-Recursions: two shared layers, applied twice."""
     return _run(MoRConfig())
+
+
+def itt() -> RunConfig:
+    """Tiny-Shakespeare, Inner Thinking: every other layer up to four times."""
+    return _run(ITTConfig())
