@@ -386,6 +386,42 @@ def test_every_parameter_receives_a_gradient(case):
         assert parameter.grad.any(), name
 
 
+def training_loss(case: str) -> tuple[LanguageModel, Callable[[], Tensor]]:
+    model, ids = build(run_config(case)).train(), tokens(4, TIME + 1, seed=10)
+
+    def loss() -> Tensor:
+        out = model(ids[:, :-1], targets=ids[:, 1:])
+        return F.cross_entropy(out.logits.flatten(0, 1).float(), ids[:, 1:].flatten()) + sum(out.losses.values())
+
+    return model, loss
+
+
+def seeded(loss: Callable[[], Tensor]) -> Tensor:
+    torch.manual_seed(0)  # dropout and jitter
+    return loss()
+
+
+@each_case
+def test_training_asks_nothing_of_the_device(case):
+    """One graph, shapes and all, before a number is known: what a compiler and a CUDA graph need."""
+    _, loss = training_loss(case)
+    torch._dynamo.reset()
+    traced = torch.compile(loss, backend="eager", fullgraph=True)
+    assert float(seeded(traced).detach()) == pytest.approx(float(seeded(loss).detach()), rel=1e-6)
+
+
+@each_case
+def test_training_in_bfloat16(case):
+    """As on a GPU: products in bfloat16, which rounds at 2^-9; what is added up and decided in float32."""
+    model, loss = training_loss(case)
+    exact = seeded(loss)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = seeded(loss)
+    rounded.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert float(rounded.detach()) == pytest.approx(float(exact.detach()), rel=0.02)
+
+
 # --- 5. the trace tells the truth -------------------------------------------------------------------------------------
 
 
