@@ -1,6 +1,7 @@
 """Mixture-of-Recursions by hand: capacities and filtering, both kinds of routing, both kinds of keys, the losses."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,16 @@ def test_the_layers_in_the_middle_are_one():
     names = [site.name for site in model.method.sites(4)]
     assert names == ["first", "recursion 1", "recursion 2", "recursion 3", "last"]
     assert [site.routed for site in model.method.sites(4)] == [False, False, True, True, False]
+
+
+def test_a_recursion_counts_all_its_blocks():
+    """Six layers, recursions of two: who stops after the first passes 4 of 6."""
+    model = build(RunConfig(model=replace(MODEL, n_layer=6), method=MoRConfig())).eval()
+    decisions = torch.zeros(1, 1, TIME, dtype=torch.bool)
+    with torch.no_grad():
+        totals = model(torch.zeros(1, TIME, dtype=torch.long), execution="sparse", decisions=decisions).trace.totals()
+    assert totals.tlops == TIME * 4
+    assert totals.tlops_saved == pytest.approx(2 / 6)
 
 
 # --- expert choice ----------------------------------------------------------------------------------------------------

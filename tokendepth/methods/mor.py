@@ -164,7 +164,7 @@ class MoR(Method):
         sites = [replace(block, name="first")]
         for number, decision in enumerate(decisions):
             cost = later if number else whole
-            sites.append(Site(f"recursion {number + 1}", bool(number), always=0.0, active=cost, router=decision))
+            sites.append(Site(f"recursion {number + 1}", bool(number), 0.0, cost, decision, blocks=depth))
         return (*sites, replace(block, name="last"))
 
     @property
