@@ -9,8 +9,9 @@ import pytest
 from tokendepth.cli import main
 from tokendepth.config import to_dict
 from tokendepth.errors import UserError
+from tokendepth.files import write_json
 from tokendepth.recipes import recipe
-from tokendepth.runs import Run, write_json
+from tokendepth.runs import Run
 
 TINY = [
     *("--data.corpus", "stdlib", "--model.d-model", "32", "--model.n-layer", "3", "--model.n-head", "4"),

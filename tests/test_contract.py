@@ -41,9 +41,10 @@ from tokendepth.config import (
     method_name,
 )
 from tokendepth.evaluate import batches, load_model, measure
+from tokendepth.files import write_json
 from tokendepth.methods import METHODS, build
 from tokendepth.model import LanguageModel, Output
-from tokendepth.runs import Run, write_json
+from tokendepth.runs import Run
 from tokendepth.step import OptimiserStep, Ranks, cosine
 from tokendepth.trace import EXECUTIONS
 from tokendepth.train import resolve

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import TEXT
 from tokendepth.cli import main, parse
 from tokendepth.report.readme import render
 
@@ -21,6 +22,7 @@ TINY = (
     "--data.corpus stdlib --model.d-model 16 --model.n-layer 2 --model.n-head 2 --model.d-ff 16 --model.context 16 "
     "--train.steps 2 --train.batch-size 2 --train.eval-every 9"
 )
+SWEPT = ":".join(f"{name}={value}" for name, value in zip(*[iter(TINY.replace("--", "").split())] * 2, strict=True))
 
 
 def test_the_tables_are_those_of_results():
@@ -29,8 +31,9 @@ def test_the_tables_are_those_of_results():
 
 def test_the_tables_are_there():
     assert README.count("<!-- end -->") == 3
-    assert re.search(r"\| shakespeare\.dense \(n=3\) ", README)
+    assert re.search(r"\| shakespeare\.dense \(n=5\) ", README)
     assert re.search(r"\| shakespeare\.tsa \(n=3\) ", README)
+    assert re.search(r"\| shakespeare\.budget at 0\.4 \(n=5\) ", README)
     assert re.search(r"\| `kill -9` at a random moment, a save at every step \| 5\d\d \|", README)
 
 
@@ -59,8 +62,14 @@ def test_the_commands_work_one_after_the_other(tmp_path, monkeypatch, capsys):
             words = [*words[:2], *words[2:], *shlex.split(TINY)]
         if words[0] == "evaluate":
             words.append("--no-timing")
+        if words[0] == "sweep":
+            (tmp_path / "text").write_text(TEXT, encoding="utf-8")  # the library's whole validation split takes long
+            words[words.index("--seeds") + 1] = "1"
+            swept = SWEPT.replace("=stdlib", "=text:text")
+            words = [f"{word}:{swept}" if "." in word else word for word in words]
         main(words)
         ran.append(words[0])
-    assert ran == ["doctor", "describe", "train", "train", "evaluate", "report", "generate"]
+    asked = ["doctor", "describe", "train", "train", "evaluate", "report", "generate"]
+    assert ran == [*asked, "train", "calibrate", "generate", "sweep"]
     assert (tmp_path / "runs" / "report" / "report.html").exists()
     assert "ROMEO:" in capsys.readouterr().out

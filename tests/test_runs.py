@@ -834,8 +834,12 @@ def test_a_damaged_config_is_known_by_the_checkpoint(run, kind):
     assert run.config == CONFIG
 
 
-def test_a_config_with_another_valid_value_is_known_by_the_checkpoint_too(run):
-    run.save_checkpoint(1, tensors(1), {"config.json": (run.path / "config.json").read_bytes()})
+@pytest.mark.parametrize("known", ["all", "before there was a recipe"])
+def test_a_config_with_another_valid_value_is_known_by_the_checkpoint_too(run, known):
+    tree = to_dict(CONFIG)
+    if known != "all":
+        del tree["recipe"]
+    run.save_checkpoint(1, tensors(1), {"config.json": json.dumps(tree).encode()})
     edit_json(run.path / "config.json", recipe="another")
     assert Run.create(run.path, CONFIG, resume=True).load_checkpoint()[0] is not None
 

@@ -7,9 +7,10 @@ import torch
 from tokendepth.config import check_budget, method_name
 from tokendepth.data import Dataset
 from tokendepth.errors import UserError
+from tokendepth.files import read_json, write_json
 from tokendepth.methods.budget import Budget
 from tokendepth.model import LanguageModel
-from tokendepth.runs import Run, read_json, write_json
+from tokendepth.runs import Run
 
 TOKENS = 2**15
 """Enough for a share of tokens to be known to about 0.003."""
@@ -24,10 +25,10 @@ def calibrate(model: LanguageModel, dataset: Dataset, budget: float | None = Non
         return
     context = model.config.context
     ids, _ = dataset.train_batch(seed=SEED, step=0, batch_size=max(1, TOKENS // context), context=context)
-    was_training = model.training
+    was_training, device = model.training, model.embedding.weight.device
     model.eval()
     try:
-        model.calibrate(torch.from_numpy(ids).to(method.blocks[0].norm_ffn.weight.device), budget or method.budget)
+        model.calibrate(torch.from_numpy(ids).to(device), budget or method.budget)
     finally:
         model.train(was_training)
 

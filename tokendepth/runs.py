@@ -106,7 +106,10 @@ class Run:
     def _was_of(self, config: RunConfig) -> bool:
         """Whether the newest good checkpoint is of `config`: then it is config.json that was damaged."""
         checkpoint, _ = self.load_checkpoint()
-        return checkpoint is not None and checkpoint.files.get("config.json") == config_bytes(config)
+        try:
+            return checkpoint is not None and from_dict(json.loads(checkpoint.files["config.json"])) == config
+        except (KeyError, ValueError):  # none, or not one that this version reads
+            return False
 
     @property
     def name(self) -> str:

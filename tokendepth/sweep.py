@@ -18,8 +18,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from tokendepth.config import BudgetConfig, RunConfig, from_dict, to_dict
 from tokendepth.errors import Interrupted, SweepStopped, UserError
+from tokendepth.files import disk_faults
 from tokendepth.progress import console
-from tokendepth.runs import Run, disk_faults
+from tokendepth.runs import Run
 from tokendepth.train import StopSignals, train
 
 GPU_WORKERS = 4

@@ -269,12 +269,11 @@ class _Training:
     def _save(self, step: int) -> None:
         if self.ranks.rank == 0 and self.saved != step:
             state = {**self.optimiser_step.state(), "progress": np.array([self.tokens, self.tlops])}
-            for name, array in state.items():
-                if not np.isfinite(array).all():
-                    raise UserError(
-                        f"step {step}: {name} is not finite, so it is not saved; the last checkpoint is intact; go on "
-                        "from it with --resume, and lower --train.lr if it happens again"
-                    )
+            if bad := next((name for name, array in state.items() if not np.isfinite(array).all()), None):
+                raise UserError(
+                    f"step {step}: {bad} is not finite, so it is not saved; the last checkpoint is intact; go on from "
+                    "it with --resume; if it happens again, train anew in another --out with a lower --train.lr"
+                )
             self.run.save_checkpoint(step, state, self.files)
         self.saved = step
         self.ranks.wait()

@@ -1,6 +1,7 @@
 """Recipes: functions that return a complete RunConfig. A recipe is named as it is imported, `shakespeare.tsa`."""
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -48,7 +49,7 @@ def recipe(name: str) -> RunConfig:
 
 def variants(text: str, seeds: int = 1) -> dict[str, RunConfig]:
     """Every config that `shakespeare.dense:model.n-layer=2,3` stands for, under `seeds` seeds, by a name of its own."""
-    name, *changes = text.split(":")
+    name, *changes = re.split(r":(?=[^:=]+=)", text)  # a value may hold a colon
     choices = []
     for change in changes:
         key, equals, values = change.partition("=")
@@ -60,10 +61,15 @@ def variants(text: str, seeds: int = 1) -> dict[str, RunConfig]:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     found = {}
     for chosen in itertools.product(*choices):
-        label = "-".join([name, *(f"{key.split('.')[-1]}={value}" for key, value in chosen)])
+        label = "-".join([name, *(f"{key.split('.')[-1]}={_plain(value)}" for key, value in chosen)])
         for seed in range(seeds):
             found[f"{label}-seed{seed}"] = override(recipe(name), {**dict(chosen), "train.seed": str(seed)})
     return found
+
+
+def _plain(value: str) -> str:
+    """A value as a part of a folder's name; of a long one, such as a path, the end."""
+    return re.sub(r"[^\w.+-]+", "-", value)[-40:].strip("-")
 
 
 def summary(name: str) -> str:

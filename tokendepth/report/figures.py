@@ -139,7 +139,7 @@ def _loss_curves(table: list[Row], x: str, unit: float, label: str, name: str, c
         if len(corpora) > 1:
             axes.set_title(shorten(corpus, 60))
     panels[-1].set_xlabel(label)
-    _legend(figure, handles)
+    legend_below(figure, handles)
     return render(figure, name, caption)
 
 
@@ -150,7 +150,7 @@ def _window(losses: list[list[float]]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _legend(figure: Figure, handles: dict) -> None:
+def legend_below(figure: Figure, handles: dict) -> None:
     """Below the panels, where it hides no line."""
     labels = [shorten(label) for label in handles]
     figure.legend(handles.values(), labels, loc="outside lower center", ncols=min(len(labels), 2), handlelength=2.4)

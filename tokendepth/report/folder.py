@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from tokendepth.errors import UserError
+from tokendepth.files import disk_faults, write_bytes, write_json
 from tokendepth.report.summary import rows
 from tokendepth.report.tables import json_table, markdown_table
-from tokendepth.runs import Run, disk_faults, write_bytes, write_json
+from tokendepth.runs import Run
 
 
 def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
@@ -18,12 +19,12 @@ def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; expected a folder for the report; choose another --out")
     try:
-        from tokendepth.report import figures, heatmap, page
+        from tokendepth.report import figures, heatmap, page, pareto
     except ModuleNotFoundError as error:
         missing = (error.name or "a package").split(".")[0]
         raise UserError(f"the report needs {missing}, not installed; pip install 'tokendepth[report]'") from None
 
-    drawings = figures.comparison(table)
+    drawings = [*figures.comparison(table), *filter(None, [pareto.pareto(table)])]
     maps = {}
     for record in (record for row in table for record in row.records):
         if passage := record.passage:
@@ -48,6 +49,6 @@ def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
 
 def _stale(folder: Path, kept: set[str]) -> list[Path]:
     """Figures that an earlier report left and this one does not have: beside it they would pass for its own."""
-    patterns = ("loss_steps", "loss_tlops", "active_fraction", "tokens_[0-9][0-9]")
+    patterns = ("loss_steps", "loss_tlops", "active_fraction", "pareto", "tokens_[0-9][0-9]")
     ours = [path for name in patterns for suffix in ("svg", "png") for path in folder.glob(f"{name}.{suffix}")]
     return [path for path in ours if path.stem not in kept]

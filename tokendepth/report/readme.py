@@ -1,13 +1,13 @@
 """The README's generated parts: whatever stands between `<!-- KIND: FILE -->` and `<!-- end -->` is made from FILE.
 
-python -m tokendepth.report.readme
+Its figures are drawn into docs/figures/ beside that: python -m tokendepth.report.readme
 """
 
 import re
 from pathlib import Path
 
 from tokendepth.files import write_bytes
-from tokendepth.report.results import records
+from tokendepth.report.results import at_budgets, records
 from tokendepth.report.summary import group
 from tokendepth.report.tables import markdown_table
 from tokendepth.results import Row, read_rows
@@ -18,7 +18,7 @@ PART = re.compile(r"(<!-- (results|training|faults): (\S+) -->\n)(.*?)(<!-- end 
 def render(text: str, root: Path) -> str:
     """`text` with every generated part made anew from the files under `root`."""
     makers = {
-        "results": lambda path: markdown_table(group(records(path))),
+        "results": lambda path: markdown_table(group(at_budgets(records(path)))),
         "training": _training_table,
         "faults": _faults_table,
     }
@@ -32,7 +32,7 @@ def _training_table(path: Path) -> str:
         if row["benchmark"] == "whole run":
             run = f"{row['recipe']}, {row['steps']:,} steps on {row['device']}: {row['seconds']:.1f} s"
             steps = f"the steps alone about {row['seconds_stepping']:.1f} s at their median rate"
-            lines.append(f"\n{run}, start-up, compilation and validation included; {steps}.")
+            lines.append(f"\n{run}, start-up and validation included; {steps}.")
     return "\n".join(lines) + "\n"
 
 
@@ -59,6 +59,18 @@ def _fault_line(row: Row, other: str) -> str:
     return f"| {row['title']} | {row['attempts']:,} | {outcome}{f' ({notes})' if notes else ''} | {other} |"
 
 
+def draw(root: Path) -> None:
+    """The figures that the README shows."""
+    from tokendepth.report.pareto import pareto
+
+    drawing = pareto(group(records(root / "results/shakespeare.json")))
+    assert drawing is not None
+    (root / "docs/figures").mkdir(exist_ok=True)
+    write_bytes(root / "docs/figures/pareto-shakespeare.svg", drawing.svg)
+    write_bytes(root / "docs/figures/pareto-shakespeare.png", drawing.png)
+
+
 if __name__ == "__main__":
+    draw(Path())
     readme = Path("README.md")
     write_bytes(readme, render(readme.read_text(encoding="utf-8"), readme.parent).encode())

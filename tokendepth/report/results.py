@@ -1,12 +1,16 @@
 """Between run folders and results/: the figures of a run as one small row, and rows as records to make tables of."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
-from tokendepth.config import from_dict, to_dict
+from tokendepth.config import BudgetConfig, from_dict, to_dict
 from tokendepth.errors import UserError
 from tokendepth.report.records import Record
 from tokendepth.results import Row, add_rows, read_rows
 from tokendepth.runs import Run
+
+SHOWN_BUDGETS = (0.25, 0.4, 0.5, 0.7, 1.0)
 
 
 def collect(runs: list[Run], path: Path) -> None:
@@ -30,3 +34,23 @@ def records(path: Path) -> list[Record]:
         config = from_dict(row.get("config"))
         found.append(Record(str(row.get("name")), path, config, [], row["evaluation"], row["trained_on"] or {}, True))
     return found
+
+
+def at_budgets(found: list[Record]) -> list[Record]:
+    """A run that was executed at several budgets once for each that a table shows."""
+    shown = []
+    for record in found:
+        points = [point for point in record.field("curve") or [] if point["budget"] in SHOWN_BUDGETS]
+        shown += [_at_budget(record, point) for point in points] or [record]
+    return shown
+
+
+def _at_budget(record: Record, point: Row) -> Record:
+    """The same weights at one budget of the curve, as if it had been the run's own."""
+    assert isinstance(record.config.method, BudgetConfig)
+    budget = point["budget"]
+    config = replace(record.config, method=replace(record.config.method, budget=budget))
+    figures = {name: value for name, value in point.items() if name != "budget"}
+    evaluation = {**record.evaluation, **figures, "hard": point["sparse"], "soft": None, "time": None, "curve": []}
+    name = re.sub(r"(-seed\d+)?$", rf" at {budget:g}\1", record.name, count=1)
+    return replace(record, name=name, config=config, evaluation=evaluation)

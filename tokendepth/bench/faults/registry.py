@@ -59,7 +59,7 @@ FAULTS = {
     ),
     "mutation": Fault(
         mutation.mutation, 10_000, "a mutated config, checkpoint, metrics, model, token cache or corpus",
-        "read as it was written, or one line; never another value, a crash or a hang",
+        "read as it was written, passed over for the one before, or refused in one line; no crash, no hang",
     ),
     "pickle": Fault(
         damage.pickle, 12, "a pickle in the place of any file, with checksums that fit",

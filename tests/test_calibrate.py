@@ -1,0 +1,138 @@
+"""A budget on unseen text, thresholds that are kept, and budgets that are refused."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import one_line, tiny, write_corpus
+from tokendepth import calibrate, data
+from tokendepth.cli import main
+from tokendepth.config import BudgetConfig, TSAConfig
+from tokendepth.errors import UserError
+from tokendepth.evaluate import evaluate, load_model
+from tokendepth.runs import Run
+from tokendepth.train import train
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    """On words thrown like dice: thresholds hold on unseen text of the same kind, and here it is of one kind.
+
+    The 60,000 characters of the validation split are some 10,000 words: a share of them is known to half a hundredth.
+    """
+    folder = tmp_path_factory.mktemp("budget")
+    dice = random.Random(0)
+    words = ["".join(dice.choices("abcdefghij", k=dice.randint(1, 9))) for _ in range(50)]
+    corpus = write_corpus(folder, " ".join(dice.choices(words, k=100_000)))
+    config = tiny(folder, method=BudgetConfig(), corpus=corpus, steps=60, batch_size=8, context=32, eval_every=60)
+    return train(config, folder / "run", show=False)
+
+
+@pytest.fixture(scope="module")
+def tsa(tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("tsa")
+    return train(tiny(folder, method=TSAConfig(), steps=1), folder / "run", show=False)
+
+
+def test_the_budget_holds_on_unseen_text(run):
+    found = evaluate(run, timing=False)
+    assert found["budget"] == 0.4
+    assert found["tokens"] > 50_000
+    assert found["hard"]["active_fraction"] == pytest.approx(0.4, abs=0.01)
+    assert found["sparse"]["loss"] == pytest.approx(found["hard"]["loss"], rel=1e-5)
+    assert found["has_soft"] is False
+
+
+@pytest.mark.parametrize("budget", [0.2, 0.7, 1.0])
+def test_the_dial_sets_another(run, budget):
+    found = evaluate(run, timing=False, budget=budget)
+    assert found["budget"] == budget
+    assert found["hard"]["active_fraction"] == pytest.approx(budget, abs=0.01)
+    assert found["tlops_skipped"] == pytest.approx((1 - budget) * 2 / 3, abs=0.01), "two of three blocks are routed"
+
+
+def test_a_curve_holds_every_budget_and_costs_rise_with_it(run):
+    curve = evaluate(run, timing=False, curve=True)["curve"]
+    assert [point["budget"] for point in curve] == [0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    costs = [point["flops_per_token"] for point in curve]
+    assert costs == sorted(costs)
+    for point in curve:
+        assert point["sparse"]["active_fraction"] == pytest.approx(point["budget"], abs=0.01)
+
+
+def test_kept_thresholds_are_used_and_need_no_corpus(run, capsys):
+    main(["calibrate", str(run.path), "--budget", "0.6"])
+    assert "--budget 0.6" in capsys.readouterr().out
+    model = load_model(run, CPU)
+    before = model.method.thresholds
+
+    class NoCorpus:
+        def train_batch(self, **_):
+            raise AssertionError("asked for text")
+
+    calibrate.set_budget(model, run, NoCorpus(), 0.6)
+    assert model.method.thresholds != before
+    fresh = load_model(run, CPU)
+    calibrate.calibrate(fresh, data.load(run.config.data), 0.6)
+    assert model.method.thresholds == fresh.method.thresholds
+    with pytest.raises(AssertionError, match="asked for text"):
+        calibrate.set_budget(model, run, NoCorpus(), 0.55)
+    (run.path / "calibration.json").unlink()
+
+
+def test_thresholds_have_not_seen_evaluation_text(run, monkeypatch):
+    """The same thresholds whatever stands after the training split."""
+    dataset = data.load(run.config.data)
+    seen = np.array(dataset.ids)
+    seen[dataset.ends[0] :] = 0
+    model = load_model(run, CPU)
+    calibrate.calibrate(model, dataset, 0.5)
+    expected = model.method.thresholds
+    object.__setattr__(dataset, "ids", seen)
+    calibrate.calibrate(model, dataset, 0.5)
+    assert model.method.thresholds == expected
+
+
+def test_a_damaged_calibration_is_named(run):
+    path = run.path / "calibration.json"
+    for text in ('{"version": 1, "thresholds": {"0.6": [1.0]}}', '{"version": 2}', "[]"):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"calibration\.json is damaged") as error:
+            evaluate(run, timing=False, budget=0.6)
+        one_line(error.value)
+    path.unlink()
+
+
+@pytest.mark.parametrize("value", ["0", "1.2", "nan", "-0.5", "much"])
+@pytest.mark.parametrize("command", [["calibrate"], ["evaluate", "--no-timing"], ["generate", "--tokens", "2"]])
+def test_a_bad_budget_is_refused_in_one_line(run, capsys, command, value):
+    with pytest.raises(SystemExit) as stop:
+        main([command[0], str(run.path), *command[1:], "--budget", value])
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert "budget" in lines[0]
+    assert value in lines[0]
+
+
+@pytest.mark.parametrize("value", ["0", "1.2", "nan", "much"])
+def test_a_bad_budget_is_refused_before_training(capsys, value, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "demo.budget", "--method.budget", value, "--out", str(tmp_path / "run")])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "method.budget" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_a_budget_is_told_so(tsa, capsys):
+    for words in (["calibrate", str(tsa.path), "--budget", "0.5"], ["evaluate", str(tsa.path), "--curve"]):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert "tsa, which has no budget" in line

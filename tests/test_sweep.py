@@ -1,0 +1,134 @@
+"""A grid of runs: nothing is done twice, nothing stops the others, and a stop loses nothing."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import hashes, one_line, tiny
+from tokendepth.cli import main
+from tokendepth.config import BudgetConfig, DenseConfig, RunConfig
+from tokendepth.errors import UserError
+from tokendepth.recipes import recipe, variants
+from tokendepth.runs import Run
+from tokendepth.sweep import sweep
+
+
+def test_a_cell_is_a_recipe_and_what_to_vary():
+    found = variants("shakespeare.dense:model.n-layer=2,3:train.lr=0.01", seeds=2)
+    assert list(found) == [
+        "shakespeare.dense-n_layer=2-lr=0.01-seed0",
+        "shakespeare.dense-n_layer=2-lr=0.01-seed1",
+        "shakespeare.dense-n_layer=3-lr=0.01-seed0",
+        "shakespeare.dense-n_layer=3-lr=0.01-seed1",
+    ]
+    last = found["shakespeare.dense-n_layer=3-lr=0.01-seed1"]
+    assert (last.model.n_layer, last.train.lr, last.train.seed) == (3, 0.01, 1)
+    assert last.model.d_ff == recipe("shakespeare.dense").model.d_ff
+    (own_text,) = variants("demo.dense:data.corpus=text:a.txt:train.steps=2").values()
+    assert (own_text.data.corpus, own_text.train.steps) == ("text:a.txt", 2)
+
+
+@pytest.mark.parametrize(
+    ("cell", "named"),
+    [
+        ("shakespeare.desne", "shakespeare.dense"),
+        ("shakespeare.dense:model.n-layers=2", "n-layer"),
+        ("shakespeare.dense:model.n-layer", "no such recipe"),
+        ("shakespeare.dense:model.n-layer=", "OPTION=VALUE"),
+        ("shakespeare.dense:model.n-layer=two", "whole number"),
+        ("shakespeare.dense:method.budget=0.4", "method budget"),
+    ],
+)
+def test_a_bad_cell_is_refused_in_one_line(cell, named):
+    with pytest.raises(UserError) as error:
+        variants(cell)
+    assert named in one_line(error.value)
+
+
+def test_bad_counts_are_refused(tmp_path):
+    with pytest.raises(UserError, match="--seeds is 0"):
+        variants("demo.dense", seeds=0)
+    with pytest.raises(UserError, match="--workers is 0"):
+        sweep({}, tmp_path, workers=0)
+
+
+def grid(folder: Path) -> dict[str, RunConfig]:
+    dense = tiny(folder, method=DenseConfig(), steps=2)
+    return {
+        "dense": dense,
+        "broken": replace(dense, data=replace(dense.data, corpus="text:/nowhere/at-all.txt")),
+        "budget": replace(dense, method=BudgetConfig()),
+    }
+
+
+def test_nothing_is_done_twice_and_a_failure_stops_nothing(tmp_path):
+    configs, out = grid(tmp_path), tmp_path / "sweep"
+    outcome = sweep(configs, out, workers=2, show=False)
+    assert [run.name for run in outcome.runs] == ["dense", "budget"]
+    assert all(run.finished and run.evaluation for run in outcome.runs)
+    assert list(outcome.failed) == ["broken"]
+    assert "/nowhere/at-all.txt" in outcome.failed["broken"]
+    assert "Traceback" not in (out / "broken.log").read_text()
+
+    kept = hashes(out / "dense")
+    shutil.rmtree(out / "budget")
+    configs.pop("broken")
+    again = sweep(configs, out, workers=2, show=False)
+    assert [run.name for run in again.runs] == ["dense", "budget"]
+    assert hashes(out / "dense") == kept
+    started = time.perf_counter()
+    assert not sweep(configs, out, show=False).failed
+    assert time.perf_counter() - started < 2, "nothing left to do takes no process"
+
+
+def test_a_folder_of_another_config_is_a_failure_and_is_left_alone(tmp_path):
+    configs, out = {"dense": grid(tmp_path)["dense"]}, tmp_path / "sweep"
+    sweep(configs, out, show=False)
+    kept = hashes(out / "dense")
+    other = {"dense": replace(configs["dense"], train=replace(configs["dense"].train, lr=0.5))}
+    outcome = sweep(other, out, show=False)
+    assert "dense" in outcome.failed
+    assert hashes(out / "dense") == kept
+
+
+@pytest.mark.slow
+def test_a_stopped_sweep_saves_its_runs_and_goes_on(tmp_path):
+    cell = f"demo.dense:data.corpus={tiny(tmp_path).data.corpus}:model.context=16:model.d-model=8:train.steps=4000"
+    words = [sys.executable, "-m", "tokendepth.cli", "sweep", cell, "--seeds", "1", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
+    (name,) = variants(cell)
+    metrics = tmp_path / "out" / name / "metrics.jsonl"
+    until = time.monotonic() + 60
+    while not (metrics.exists() and len(metrics.read_bytes()) > 200):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, words_said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "every run" in words_said
+    run = Run(tmp_path / "out" / name)
+    checkpoint, _ = run.load_checkpoint()
+    assert checkpoint is not None
+    assert 0 < checkpoint.step < 4000
+
+
+def test_the_command_trains_prints_and_collects(tmp_path, capsys):
+    corpus = tiny(tmp_path).data.corpus
+    cell = f"demo.dense:data.corpus={corpus}:model.context=16:model.d-model=8:model.d-ff=8:train.steps=2"
+    results = tmp_path / "rows.json"
+    main(["sweep", cell, "--seeds", "1", "--out", str(tmp_path / "out"), "--results", str(results)])
+    assert "demo.dense" in capsys.readouterr().out
+    assert results.exists()
+    with pytest.raises(SystemExit) as stop:
+        main(
+            ["sweep", f"demo.dense:data.corpus=text:{tmp_path}/none.txt", "--seeds", "1", "--out", str(tmp_path / "x")]
+        )
+    assert stop.value.code == 1
+    assert "none.txt" in capsys.readouterr().err
