@@ -407,8 +407,9 @@ def test_training_asks_nothing_of_the_device(case):
     """One graph, shapes and all, before a number is known: what a compiler and a CUDA graph need."""
     _, loss = training_loss(case)
     torch._dynamo.reset()
-    traced = torch.compile(loss, backend="eager", fullgraph=True)
-    assert float(seeded(traced).detach()) == pytest.approx(float(seeded(loss).detach()), rel=1e-6)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False, capture_scalar_outputs=False):
+        traced = torch._dynamo.explain(loss)()
+    assert traced.graph_count == 1, traced.break_reasons
 
 
 @each_case

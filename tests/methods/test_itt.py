@@ -70,7 +70,7 @@ def test_the_highest_weights_think():
     model, h = itt(capacity=0.3).train(), states(3)
     block = model.method.blocks[1]
     with torch.no_grad():
-        block.alpha.fill_(1.0)
+        block.alpha.fill_(-1.0)  # it scales the answer and has no say in who thinks
         work = model.method(h, Pass()).trace.work[2]
         w = block.selectors[0].router(block(model.method.blocks[0](h, Pass()), Pass()))
     assert torch.equal(work.bool(), w >= w.sort(1, descending=True).values[:, 2:3])

@@ -64,20 +64,19 @@ class ITT(Method):
             total = hidden * block.phi[0]
             for step, selector in enumerate(block.selectors, 1):
                 weight, logit = selector(hidden)
-                weight = block.alpha[step - 1] * weight
+                scale = block.alpha[step - 1] * weight[..., None]
                 if self.training:
                     chosen = top_k(weight, share_of(self.capacity, hidden.shape[1]))
                     active = membership(chosen, logit)
                     losses.append(F.binary_cross_entropy_with_logits(logit, active))
                     rows = take(hidden, chosen)
-                    thought = weight.gather(1, chosen)[..., None] * block(rows, run)
-                    thought = put_added(hidden, chosen, thought - rows)
+                    thought = put_added(hidden, chosen, take(scale, chosen) * block(rows, run) - rows)
                 else:
                     active = next(given, logit > 0)
                     active = active if run.valid is None else active & run.valid
                     own = replace(run, layer=block.attention.layer + step)
                     thought = block.forward_among(hidden, own, active)
-                    thought = torch.where(active[..., None], weight[..., None] * thought, hidden)
+                    thought = torch.where(active[..., None], scale * thought, hidden)
                 total = total + thought * block.phi[step]
                 hidden = total
                 work.append(active.float())

@@ -127,7 +127,10 @@ class MoD(Method):
 
 
 def among_site(model: ModelConfig, name: str, keys: int, *, router: float = 0.0) -> Site:
-    """A block for selected tokens only: one that is not selected costs the decision, and not even key and value."""
+    """A block for selected tokens only: one that is not selected costs the decision, and not even key and value.
+
+    Keys of the others are masked, not packed away, so that a selected token's attention row is as wide as ever.
+    """
     block = block_site(model, name, keys, routed=True)
     return Site(name, True, always=0.0, active=block.always + block.active, router=router)
 
