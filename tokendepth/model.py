@@ -208,10 +208,10 @@ class Block(nn.Module):
         """
         if run.execution != "sparse":
             return torch.where(active[..., None], self(h, replace(run, valid=active)), h)
-        rows = h[active]
-        rows = rows + self.attention.rows_among(self.norm_attention(rows), active, run)
-        rows = rows + self.ffn(self.norm_ffn(rows))
-        return h.masked_scatter(active[..., None], rows)
+        rows = compact(active)
+        states = take(h, rows)
+        states = states + self.attention.rows_among(self.norm_attention(states), active, run)
+        return put(h, rows, states + self.ffn(self.norm_ffn(states)))
 
     def forward_with(self, h: Tensor, run: Pass, active: Tensor, kept: KeysValues) -> Tensor:
         """The block for the tokens of `active` among keys and values that are there already: nobody leaves new ones."""
@@ -219,10 +219,10 @@ class Block(nn.Module):
             keys, time = kept[0].shape[2], h.shape[1]
             places = torch.arange(keys - time, keys, device=h.device).expand(len(h), -1)
             return torch.where(active[..., None], self.rows_with(h, places, kept), h)
-        rows = h[active]
-        rows = rows + self.attention.active_rows_with(self.norm_attention(rows), active, kept)
-        rows = rows + self.ffn(self.norm_ffn(rows))
-        return h.masked_scatter(active[..., None], rows)
+        rows = compact(active)
+        states = take(h, rows)
+        states = states + self.attention.active_rows_with(self.norm_attention(states), active, kept)
+        return put(h, rows, states + self.ffn(self.norm_ffn(states)))
 
     def rows_with(self, rows: Tensor, places: Tensor, kept: KeysValues) -> Tensor:
         """`[batch, rows, d]`: the block for tokens at `places` among keys and values that are there already."""
