@@ -67,6 +67,10 @@ class MoDConfig:
         check_positive("method.decision_loss", self.decision_loss)
 
 
+PAPER_THRESHOLDS = (0.99, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3)
+"""The confidences at which the TSA paper executes its early-exit model."""
+
+
 @dataclass(frozen=True)
 class EarlyExitConfig:
     """Early exit: a token leaves after the first block whose answer is good enough."""
