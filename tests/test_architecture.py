@@ -23,7 +23,7 @@ LAYERS: tuple[set[str], ...] = (
     {"arguments"},
     {"studies"},
     {"recipes", "report", "hf", "serve", "analysis", "bench"},
-    {"sweep", "calibrate", "train", "step", "progress", "evaluate", "generate", "describe", "doctor"},
+    {"sweep", "auto", "calibrate", "train", "step", "progress", "evaluate", "generate", "describe", "doctor"},
     {"model", "cache", "methods", "data"},
     {"ops"},
     {"config", "method_configs", "checks", "files", "runs", "lock", "results", "trace", "errors", "machine"},
@@ -39,7 +39,7 @@ CONFINED = {  # third-party package -> the only files in tokendepth/ that may im
     "matplotlib": r"report/.+",
     "jinja2": r"report/.+",
     "fastapi": r"serve/.+",
-    "tyro": r"(cli|commands)\.py",
+    "tyro": r"cli\.py|commands/\w+\.py",
 }
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 TORCH_FILES = {"torch.load", "torch.save", "torch.serialization.load", "torch.serialization.save"}

@@ -19,7 +19,9 @@ from tokendepth.method_configs import PAPER_THRESHOLDS as PAPER_THRESHOLDS
 from tokendepth.method_configs import ACTConfig as ACTConfig
 from tokendepth.method_configs import BudgetConfig as BudgetConfig
 from tokendepth.method_configs import EarlyExitConfig as EarlyExitConfig
+from tokendepth.method_configs import ITTConfig as ITTConfig
 from tokendepth.method_configs import MoDConfig as MoDConfig
+from tokendepth.method_configs import MoRConfig as MoRConfig
 from tokendepth.method_configs import SwitchConfig as SwitchConfig
 from tokendepth.method_configs import TSAConfig as TSAConfig
 from tokendepth.method_configs import check_budget as check_budget
@@ -151,6 +153,8 @@ class RunConfig:
             needed = 2 * (self.data.source_length or DEFAULT_SOURCE_LENGTH) + 2
             expected = f"at least {needed}, the length of one {self.data.corpus} example"
             check(self.model.context >= needed, "model.context", self.model.context, expected)
+        if isinstance(self.method, MoRConfig):
+            self.method.check_layers(self.model.n_layer)
 
 
 # --- strict JSON ------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def evaluate(
     model, dataset = load_model(run, where), data.load(config.data)
     run.check_corpus(dataset.fingerprint)
     if budget is not None:
-        calibrate.set_budget(model, run, dataset, budget)
+        calibrate.set_budget(model, run, budget, dataset)
 
     def stream() -> Iterator[Batch]:
         return batches(dataset, split, config.model.context, where, tokens)
@@ -136,7 +136,7 @@ def evaluate(
             assert isinstance(model.method.exit, Confidence)
             model.method.exit.threshold = at
         else:
-            calibrate.set_budget(model, run, dataset, at)
+            calibrate.set_budget(model, run, at, dataset)
         found = measure(model, stream(), lambda ids: model(ids, execution="sparse"))
         skipped = {"tlops_skipped": found.depth.tlops_saved, "flops_skipped": found.depth.flops_skipped}
         cost = {"flops_per_token": found.depth.flops / found.depth.tokens}

@@ -1,0 +1,80 @@
+"""bench forward: it refuses to time what is wrong, and its rows add up."""
+
+import json
+
+import pytest
+import torch
+
+from tests.tiny import tiny
+from tokendepth.bench import forward
+from tokendepth.cli import main
+from tokendepth.config import BudgetConfig, ModelConfig
+from tokendepth.errors import UserError
+from tokendepth.results import read_rows
+from tokendepth.train import train
+
+SMALL = {"paper": forward.Shape(ModelConfig(32, 3, 4, 64, 16, 0.0, 11), (1, 2))}
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+    """Small shapes, few repeats, no compiler, a cache of its own."""
+    monkeypatch.setenv("TOKENDEPTH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(forward, "SHAPES", SMALL)
+    monkeypatch.setattr(forward, "REPEATS", {})
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+
+
+def test_rows_add_up(tmp_path):
+    rows = list(forward.measure("cpu", tmp_path, (0.0, 0.5, 1.0)))
+    assert [(row["batch"], row["asked"]) for row in rows] == [(b, f) for b in (1, 2) for f in (0.0, 0.5, 1.0)]
+    assert read_rows(tmp_path / "forward.json") == rows
+    for row in rows:
+        assert row["speedup"] == row["dense_ms"][0] / row["sparse_ms"][0]
+        assert row["ceiling"] == pytest.approx(1 / (1 - row["flops_skipped"]))
+        assert row["asked"] == pytest.approx(row["active_fraction"], abs=0.3)
+        chosen = row["sparse_ms"] if row["auto"] == "sparse" else row["hard_ms"]
+        assert row["auto_over_hard"] == row["hard_ms"][0] / chosen[0]
+        if row["efficiency"] is not None:
+            assert row["efficiency"] == pytest.approx((row["speedup"] - 1) / (row["ceiling"] - 1))
+    assert rows[2]["ceiling"] < 1, "routers cost, and all tokens are active"
+    assert rows[2]["efficiency"] is None
+
+
+def test_the_same_again_replaces_its_row(tmp_path):
+    for _ in range(2):
+        list(forward.measure("cpu", tmp_path, (0.5,)))
+    assert len(read_rows(tmp_path / "forward.json")) == 2
+
+
+def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch):
+    real = forward.LanguageModel.forward
+
+    def wrong(self, ids, *, execution="soft", **options):
+        out = real(self, ids, execution=execution, **options)
+        return forward.Output(out.logits * 1.01, out.trace, out.losses) if execution == "sparse" else out
+
+    monkeypatch.setattr(forward.LanguageModel, "forward", wrong)
+    with pytest.raises(UserError, match="sparse differs from hard"):
+        list(forward.measure("cpu", tmp_path, (0.5,)))
+    assert not (tmp_path / "forward.json").exists()
+
+
+def test_a_trained_run_decides_for_itself(tmp_path, capsys):
+    run = train(tiny(tmp_path, method=BudgetConfig()), tmp_path / "run", show=False)
+    main(["bench", "forward", "--run", str(run.path), "--device", "cpu", "--results", str(tmp_path), "--json"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["batch"] for row in rows] == [1, 2]
+    assert all(row["positions"] == "trained" and 0 < row["active_fraction"] < 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--fractions", "0.5,1.2"], ["--fractions", "half"], ["--fractions", "nan"], ["--run", "/nowhere/at/all"]],
+)
+def test_bad_input_is_one_line(tmp_path, capsys, words):
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "forward", *words, "--device", "cpu", "--results", str(tmp_path)])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert words[1] in line

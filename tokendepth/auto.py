@@ -1,0 +1,103 @@
+"""Which execution is faster here: skipping, or running the same weights densely? Measured once, then remembered.
+
+Skipping pays from some share of skipped tokens on, and where that lies depends on the machine and the shape. A profile
+of both is taken the first time a shape is met on a machine (a second or so) and kept in the cache folder.
+"""
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tokendepth.data.store import cache_folder
+from tokendepth.errors import UserError
+from tokendepth.files import read_json, write_json
+from tokendepth.machine import describe_device
+from tokendepth.model import LanguageModel
+from tokendepth.trace import Execution
+
+FRACTIONS = (0.1, 0.4, 0.7, 1.0)
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Choice:
+    execution: Execution
+    reason: str
+
+
+def choose(model: LanguageModel, batch: int, time_steps: int, active_fraction: float) -> Choice:
+    """`sparse` where it is expected to be faster at this active fraction, else `hard`: the same result, densely."""
+    if not any(site.routed for site in model.method.sites(keys=1)):
+        return Choice("hard", "nothing decides here, so there is nothing to skip")
+    profile = _profile(model, batch, time_steps)
+    hard, sparse = profile["hard_ms"], _interpolated(profile["sparse_ms"], active_fraction)
+    words = f"{sparse:.2f} ms sparse and {hard:.2f} ms dense at active fraction {active_fraction:.2f}, batch {batch}"
+    return Choice("sparse" if sparse < hard else "hard", f"measured here: {words}")
+
+
+def _interpolated(times: list[float], at: float) -> float:
+    """Linear between the measured fractions, flat beyond them."""
+    if at <= FRACTIONS[0]:
+        return times[0]
+    for (low, a), (high, b) in zip(
+        zip(FRACTIONS, times, strict=True), zip(FRACTIONS[1:], times[1:], strict=True), strict=False
+    ):
+        if at <= high:
+            return a + (b - a) * (at - low) / (high - low)
+    return times[-1]
+
+
+def _profile(model: LanguageModel, batch: int, time_steps: int) -> dict[str, Any]:
+    path = cache_folder() / "profile.json"
+    key = json.dumps([describe_device(model.norm.weight.device), torch.__version__, _shape(model), batch, time_steps])
+    kept = _kept(path)
+    if key not in kept:
+        kept = {**kept, key: _measured(model, batch, time_steps)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, kept)
+    return kept[key]
+
+
+def _kept(path) -> dict[str, Any]:
+    """What is there and readable; a damaged profile is only measured anew."""
+    try:
+        tree = read_json(path) if path.exists() else {}
+    except UserError:
+        return {}
+    fits = isinstance(tree, dict) and all(
+        isinstance(p, dict) and type(p.get("hard_ms")) is float and len(p.get("sparse_ms", ())) == len(FRACTIONS)
+        for p in tree.values()
+    )
+    return tree if fits else {}
+
+
+def _shape(model: LanguageModel) -> list:
+    c = model.config
+    return [type(model.method).__name__, c.d_model, c.n_layer, c.n_head, c.d_ff, c.vocab_size]
+
+
+@torch.no_grad()
+def _measured(model: LanguageModel, batch: int, time_steps: int) -> dict[str, Any]:
+    """Medians of interleaved passes on random decisions at random positions."""
+    device = model.norm.weight.device
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (batch, time_steps), generator=dice).to(device)
+    sites = sum(site.routed for site in model.method.sites(keys=1))
+    draws = torch.rand(sites, batch, time_steps, generator=dice)
+    decisions = [(draws < fraction).to(device) for fraction in FRACTIONS]
+    times: list[list[float]] = [[] for _ in range(1 + len(FRACTIONS))]
+    for repeat in range(1 + REPEATS):
+        for number, spent in enumerate(times):
+            execution: Execution = "sparse" if number else "hard"
+            start = time.perf_counter()
+            model(ids, execution=execution, decisions=decisions[max(0, number - 1)])
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if repeat:  # the first round warms up
+                spent.append(1000 * (time.perf_counter() - start))
+    hard, *sparse = map(statistics.median, times)
+    return {"hard_ms": hard, "sparse_ms": sparse}
