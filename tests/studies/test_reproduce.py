@@ -18,7 +18,7 @@ from tokendepth.errors import UserError
 from tokendepth.results import add_rows, read_rows
 from tokendepth.studies import grid, tables
 from tokendepth.studies.evidence import Evidence
-from tokendepth.studies.reproduce import RUNS, reproduce
+from tokendepth.studies.reproduce import CALLS, RUNS, reproduce
 from tokendepth.studies.tables import TABLES, runs
 
 
@@ -49,6 +49,10 @@ def test_the_whole_paper_in_miniature(quick):
         "milestones",
     ):
         assert any(path.stem.endswith(drawn) for path in (out / "docs" / "figures").glob("*.png")), drawn
+    assert len(evidence.calls) == 1
+    assert evidence.calls[0]["runs"] == len(read_rows(out / "results" / RUNS))
+    assert evidence.calls[0]["minutes"] < seconds / 60
+    assert f"({evidence.calls[0]['runs']} runs in 1 call)" in page
     assert page.startswith("> **A miniature**"), "nobody may take it for the paper"
 
 
@@ -80,6 +84,7 @@ def test_rows_are_enough_where_the_folders_are_gone(quick, tmp_path):
     done = reproduce("synthetic", quick=True, out=tmp_path / "runs", results=tmp_path / "results", show=False)
     assert not done.left
     assert not list((tmp_path / "runs").glob("*"))
+    assert len(read_rows(tmp_path / "results" / CALLS)) == 1, "a call that had nothing to do took nothing"
 
 
 def test_out_of_time_it_stops_and_goes_on(tmp_path):

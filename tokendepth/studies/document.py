@@ -48,6 +48,8 @@ dropout on. Ours are taken over the whole validation split without dropout, as m
 **Soft** is the paper's mode: every layer is computed and a gate scales what it adds. **Executed** is the same trained
 model with binary decisions at its threshold, which is what skipping does; under it nothing is a weighting.
 
+{took}
+
 ## The rule
 
 {rule}
@@ -69,7 +71,7 @@ def document(evidence: Evidence, figures: dict[str, str]) -> str:
     parts += [f"### Steps to a loss\n\n{convergence(evidence)}\n\n", _times(evidence, verdicts)]
     kinds = ("reproduced", "differs", "not supported", "other machine", NOT_RUN)
     counts = "\n".join(f"| {kind} | {verdicts.count(kind)} |" for kind in kinds)
-    head = (MINIATURE if evidence.quick else "") + HEAD.format(rule=RULE, counts=counts)
+    head = (MINIATURE if evidence.quick else "") + HEAD.format(rule=RULE, counts=counts, took=_wrapped(_took(evidence)))
     found = "".join(
         f"### {f.title}\n\n{_wrapped(f'**{_sentence(f.verdict)}** {f.text}')}\n\n" for f in findings(evidence)
     )
@@ -80,6 +82,19 @@ def document(evidence: Evidence, figures: dict[str, str]) -> str:
         f"Figures\n\n{pictures}"
     )
     return (head + sections).rstrip() + "\n"
+
+
+def _took(evidence: Evidence) -> str:
+    """What the calls took together, on each device; the scaling study apart."""
+    said = []
+    for device in dict.fromkeys(call["device"] for call in evidence.calls):
+        for scaling, what in ((False, "the tables"), (True, "the scaling study")):
+            calls = [c for c in evidence.calls if c["device"] == device and (c["table"] == "scaling") == scaling]
+            if calls:
+                minutes, runs = (sum(call[key] for call in calls) for key in ("minutes", "runs"))
+                times = "1 call" if len(calls) == 1 else f"{len(calls)} calls"
+                said.append(f"{what} {minutes:.1f} minutes on {device} ({runs} runs in {times})")
+    return f"What it took: {'; '.join(said) or NOT_RUN}."
 
 
 def _sentence(words: str) -> str:

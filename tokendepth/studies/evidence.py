@@ -40,6 +40,7 @@ class Evidence:
     initial: dict[str, dict[int, Row]]
     wallclock: list[Row]
     training: list[Row]
+    calls: list[Row]
     configs: dict[str, RunConfig]
     quick: bool = False
     """Whether all of it is a miniature, which says nothing about the paper."""
@@ -57,6 +58,7 @@ class Evidence:
             _by_experiment(rows("initialisation.json")),
             _one_device(rows("wallclock.json")),
             _one_device([row for row in rows("training.json") if row["benchmark"] == "training step"]),
+            rows("reproduction_calls.json"),
             {label: tables.miniature(config) for label, config in configs.items()} if quick else configs,
             quick,
         )

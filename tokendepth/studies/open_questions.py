@@ -3,7 +3,7 @@
 from statistics import fmean
 
 from tokendepth.studies.evidence import BITS, NOT_RUN, Evidence, collapses, show
-from tokendepth.studies.findings import steps
+from tokendepth.studies.findings.finding import steps
 from tokendepth.studies.tables import DENSE, ENWIK8_DENSE, ENWIK8_TSA, ROUTING, SIZES, TSA, penalty, scaled
 
 LEVELS = (2.5, 2.0, 1.8)

@@ -8,6 +8,7 @@ on this machine or another that has the rows, goes on. Times are taken after the
 """
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from tokendepth.studies.grid import Deadline
 from tokendepth.studies.tables import Measurement, Table
 
 RUNS, ROUTING, INITIALISATION = "reproduction.json", "routing.json", "initialisation.json"
+CALLS = "reproduction_calls.json"
 
 
 @dataclass
@@ -54,13 +56,17 @@ def reproduce(
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     if max_minutes is not None and not max_minutes > 0:
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
-    study = _Study(chosen, 1 if quick else seeds, quick, Deadline.after(max_minutes), out, results, device, show)
+    seeds, device = (1, "cpu") if quick else (seeds, device)
+    study = _Study(chosen, seeds, quick, Deadline.after(max_minutes), out, results, device, show)
+    began = time.monotonic()
     try:
         study.train(workers)
         study.measure_all()
     except (KeyboardInterrupt, Interrupted) as stopped:
         number = stopped.exit_code - 128 if isinstance(stopped, Interrupted) else signal.SIGINT
         raise SweepStopped(number, out) from None
+    finally:
+        study.write_down(table, (time.monotonic() - began) / 60)
     return study.done
 
 
@@ -75,10 +81,23 @@ class _Study:
     device: str
     show: bool
     done: Done = field(default_factory=Done)
+    new_runs: int = 0
+    new_rows: int = 0
 
     def say(self, line: str) -> None:
         if self.show:
             console.print(line, markup=False, soft_wrap=True)
+
+    def write_down(self, table: str, minutes: float) -> None:
+        """What this call took, so that the whole can be said to have taken what it did."""
+        if self.new_runs or self.new_rows:
+            from tokendepth.machine import choose_device, environment
+
+            path = self.results / CALLS
+            number = len(read_rows(path)) if path.exists() else 0
+            row = {"call": number, "table": table, "seeds": self.seeds, "minutes": minutes}
+            row |= {"runs": self.new_runs, "measurements": self.new_rows, **environment(choose_device(self.device))}
+            add_rows(path, [row], identity=("call",))
 
     # -- runs
 
@@ -100,7 +119,7 @@ class _Study:
                 self.out,
                 self.results / RUNS,
                 self.deadline,
-                each=[self._look_at_routing],
+                each=[self._count, self._look_at_routing],
                 workers=workers,
                 tokens=tables.MINIATURE_TOKENS if self.quick else tokens,
                 here=self.quick,
@@ -111,6 +130,9 @@ class _Study:
 
     def _sized(self, config: RunConfig) -> RunConfig:
         return tables.miniature(config) if self.quick else config
+
+    def _count(self, run: Run) -> None:
+        self.new_runs += 1
 
     def _look_at_routing(self, run: Run) -> None:
         """Depth by token type, while the run's folder is there."""
@@ -141,8 +163,10 @@ class _Study:
             "training": self._training_steps,
             "initialisation": self._initialisation,
         }
-        count = sum(1 for _ in makers[measurement]())
-        self.say(f"{measurement}: {count} new rows")
+        before = self.new_rows
+        for _ in makers[measurement]():
+            self.new_rows += 1
+        self.say(f"{measurement}: {self.new_rows - before} new rows")
 
     def _wall_clock(self, which: Measurement) -> Iterator[Row]:
         from tokendepth.bench import wallclock

@@ -1,0 +1,86 @@
+"""The comparison with early exit."""
+
+from tokendepth.config import PAPER_THRESHOLDS
+from tokendepth.studies.evidence import NOT_RUN, Evidence, show
+from tokendepth.studies.findings.finding import Finding, relative
+from tokendepth.studies.tables import DENSE, EARLY_EXIT, TSA
+
+
+def stem_once(e: Evidence) -> Finding:
+    threshold = 0.75
+    alpha = e.at_threshold(EARLY_EXIT, threshold, "sparse", "active_fraction")
+    loss = e.at_threshold(EARLY_EXIT, threshold, "sparse", "loss")
+    skipped = e.at_threshold(EARLY_EXIT, threshold, "tlops_skipped")
+    layers = e.configs[EARLY_EXIT].model.n_layer
+    published = e.published("early-exit", "threshold 0.75")
+    text = (
+        f"At threshold {threshold} our early-exit model works on {show(alpha, '.3f')} of the tokens in the blocks "
+        f"after the first and skips {show(skipped, '.1%')} of the token-layer operations, at loss {show(loss)} "
+        f"(published: {published['active_fraction']}, {published['tlops_saved']:.1%}, {published['loss']})."
+    )
+    verdict = NOT_RUN
+    if alpha is not None:
+        twice = (1 + (layers - 1) * alpha.mean) / layers
+        near = abs(twice - published["active_fraction"]) < abs(alpha.mean - published["active_fraction"])
+        verdict = "Published nearer to the stem counted twice" if near else "Published nearer to the stem counted once"
+        text += (
+            f" Had we taken the mean over all blocks, the first included, and then put it into the paper's formula, "
+            f"which adds the first block again, the active fraction would read {twice:.3f}. The published one is "
+            f"nearer to {'that' if near else 'the one that counts the stem once'}."
+        )
+    return Finding("Early exit, its stem counted once", f"{verdict}.", text)
+
+
+def exit_against_tsa(e: Evidence) -> Finding:
+    claimed = e.published("claims", "TSA against early exit at equal active fraction")
+    executed, loss = e.stat(TSA, "hard", "active_fraction"), e.stat(TSA, "hard", "loss")
+    points = [
+        (abs(alpha.mean - executed.mean), threshold, alpha, exited)
+        for threshold in PAPER_THRESHOLDS
+        if executed is not None
+        and (alpha := e.at_threshold(EARLY_EXIT, threshold, "sparse", "active_fraction"))
+        and (exited := e.at_threshold(EARLY_EXIT, threshold, "sparse", "loss"))
+    ]
+    text = (
+        f"Published: at equal active fraction TSA has {-claimed['relative']:.2%} less loss than early exit. TSA, "
+        f"executed: {show(loss)} at {show(executed, '.3f')}. "
+    )
+    if not points or loss is None:
+        return Finding("TSA against early exit", f"{NOT_RUN}.", text + f"Early exit at that fraction: {NOT_RUN}.")
+    _, threshold, alpha, exited = min(points, key=lambda point: point[0])
+    text += (
+        f"Early exit, executed, comes nearest to that at threshold {threshold}: {show(exited)} at "
+        f"{show(alpha, '.3f')}, so TSA's loss is {relative(loss, exited)} against it. Soft, TSA has "
+        f"{show(e.stat(TSA, 'soft', 'loss'))}, but skips nothing."
+    )
+    verdict = "Not supported" if loss.mean > exited.mean else "Holds executed"
+    return Finding("TSA against early exit", f"{verdict}.", text)
+
+
+def exit_training_cost(e: Evidence) -> Finding:
+    rows = [row for row in e.training if "early_exit_ratio" in row]
+    said = [f"{row['early_exit_ratio'][0]:.3f} of the dense step at {row['shape']}" for row in rows]
+    dense, full = e.stat(DENSE, "hard", "loss"), e.at_threshold(EARLY_EXIT, 1.0, "sparse", "loss")
+    verdict = (
+        NOT_RUN if not rows else "Holds" if max(row["early_exit_ratio"][0] for row in rows) <= 1.05 else "Does not hold"
+    )
+    text = (
+        "The paper trains every exit through the output head and says that this costs what the baseline costs. The "
+        f"head is then read after every block: measured, {' and '.join(said) or NOT_RUN}; the claim holds up to 1.05. "
+        f"Its loss with no exit taken is {show(full)}, the dense model's {show(dense)}."
+    )
+    return Finding('"Early exit trains at baseline cost"', f"{verdict}.", text)
+
+
+def outlier(e: Evidence) -> Finding:
+    rows = {t: e.published("early-exit", f"threshold {t:.2f}")["loss"] for t in (0.8, 0.75, 0.7)}
+    between = (rows[0.8] + rows[0.7]) / 2
+    tsa = e.published("matched", "TSA")["loss"]
+    ours = ", ".join(f"{t:.2f}: {show(e.at_threshold(EARLY_EXIT, t, 'sparse', 'loss'))}" for t in rows)
+    text = (
+        f"The comparison rests on one row: {rows[0.75]} at threshold 0.75, between {rows[0.8]} at 0.80 and {rows[0.7]} "
+        f"at 0.70, so {rows[0.75] - between:.4f} above the line through its neighbours, while less is skipped than at "
+        f"0.70. On that line early exit would have {between:.4f} and TSA's {tsa} would be {tsa / between - 1:+.2%}, "
+        f"not {tsa / rows[0.75] - 1:+.2%}. Ours: {ours}."
+    )
+    return Finding("The early-exit row at 0.75 is an outlier", "By the paper's own numbers.", text)
