@@ -2,7 +2,7 @@
 
 from tokendepth.studies import tables
 from tokendepth.studies.evidence import BITS, Evidence, show
-from tokendepth.studies.findings.finding import Finding, steps
+from tokendepth.studies.findings.finding import Finding, apart, steps
 from tokendepth.studies.tables import DENSE, ENWIK8_DENSE, ENWIK8_TSA, TSA, penalty
 
 
