@@ -95,8 +95,9 @@ def fill(
         outcome = sweep(
             todo, out, workers=workers, curve=True, tokens=tokens, deadline=deadline.at, each=write, show=show
         )
-        for run in outcome.runs:  # those that were finished before, by a call that was cut short
-            if run.name in missing(configs, path):
+        unwritten = missing(configs, path)  # finished before, by a call that was cut short
+        for run in outcome.runs:
+            if run.name in unwritten:
                 write(run)
         return Progress(outcome.failed, outcome.left)
     names = list(todo)
