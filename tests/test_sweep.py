@@ -17,7 +17,7 @@ from tokendepth.config import BudgetConfig, DenseConfig, RunConfig
 from tokendepth.errors import UserError
 from tokendepth.recipes import recipe, variants
 from tokendepth.runs import Run
-from tokendepth.sweep import sweep
+from tokendepth.sweep import _Sweep, sweep
 
 
 def test_a_cell_is_a_recipe_and_what_to_vary():
@@ -70,8 +70,9 @@ def grid(folder: Path) -> dict[str, RunConfig]:
 
 def test_nothing_is_done_twice_and_a_failure_stops_nothing(tmp_path):
     configs, out = grid(tmp_path), tmp_path / "sweep"
-    outcome = sweep(configs, out, workers=2, show=False)
-    assert [run.name for run in outcome.runs] == ["dense", "budget"]
+    heard: list[str] = []
+    outcome = sweep(configs, out, workers=2, each=lambda run: heard.append(run.name), show=False)
+    assert [run.name for run in outcome.runs] == ["dense", "budget"] == sorted(heard, reverse=True)
     assert all(run.finished and run.evaluation for run in outcome.runs)
     assert list(outcome.failed) == ["broken"]
     assert "/nowhere/at-all.txt" in outcome.failed["broken"]
@@ -88,19 +89,25 @@ def test_nothing_is_done_twice_and_a_failure_stops_nothing(tmp_path):
     assert time.perf_counter() - started < 2, "nothing left to do takes no process"
 
 
-def test_at_the_deadline_all_is_saved_and_the_next_call_goes_on(tmp_path):
+def test_after_the_deadline_nothing_is_begun(tmp_path):
+    outcome = sweep(grid(tmp_path), tmp_path / "sweep", deadline=time.monotonic() - 1, show=False)
+    assert (outcome.runs, outcome.failed, outcome.left) == ([], {}, ["dense", "broken", "budget"])
+    assert not list((tmp_path / "sweep").iterdir())
+
+
+def test_at_the_deadline_what_runs_is_saved(tmp_path, monkeypatch):
     long = tiny(tmp_path, method=DenseConfig(), steps=100_000, log_every=100)
-    configs, out = {"long": long, "waiting": long}, tmp_path / "sweep"
-    heard: list[str] = []
-    outcome = sweep(configs, out, deadline=time.monotonic() + 6, each=lambda run: heard.append(run.name), show=False)
+    out, heard = tmp_path / "sweep", []
+    # However long a process takes to start here: the time is up once it trains.
+    monkeypatch.setattr(
+        _Sweep, "_late", lambda self: (out / "long" / "metrics.jsonl").exists() and Run(out / "long").metrics()
+    )
+    outcome = sweep({"long": long, "waiting": long}, out, each=lambda run: heard.append(run.name), show=False)
     assert (outcome.runs, outcome.failed, outcome.left, heard) == ([], {}, ["long", "waiting"], [])
     checkpoint, _ = Run(out / "long").load_checkpoint()
     assert checkpoint is not None
     assert checkpoint.step > 0
     assert not (out / "waiting").exists()
-    short = {"short": replace(long, train=replace(long.train, steps=1))}
-    assert sweep(short, out, deadline=time.monotonic() + 60, each=lambda run: heard.append(run.name), show=False).runs
-    assert heard == ["short"]
 
 
 def test_a_folder_of_another_config_is_a_failure_and_is_left_alone(tmp_path):

@@ -193,7 +193,7 @@ def experiments() -> dict[str, RunConfig]:
 
 MINIATURE = {
     "model.d_model": "16", "model.d_ff": "32", "model.n_head": "2", "model.context": "48", "train.batch_size": "4",
-    "train.lr": "0.01", "train.steps": "4", "train.eval_every": "2", "train.checkpoint_every": "2",
+    "train.lr": "0.01", "train.steps": "4", "train.eval_every": "4", "train.checkpoint_every": "2",
     "train.device": "cpu",
 }  # fmt: skip
 MINIATURE_TOKENS = 192
