@@ -1,6 +1,7 @@
 """A budget on unseen text, thresholds that are kept, and budgets that are refused."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,21 +68,20 @@ def test_a_curve_holds_every_budget_and_costs_rise_with_it(run):
 def test_kept_thresholds_are_used_and_need_no_corpus(run, capsys):
     main(["calibrate", str(run.path), "--budget", "0.6"])
     assert "--budget 0.6" in capsys.readouterr().out
-    model = load_model(run, CPU)
+    model, fresh = load_model(run, CPU), load_model(run, CPU)
     before = model.method.thresholds
-
-    class NoCorpus:
-        def train_batch(self, **_):
-            raise AssertionError("asked for text")
-
-    calibrate.set_budget(model, run, NoCorpus(), 0.6)
-    assert model.method.thresholds != before
-    fresh = load_model(run, CPU)
     calibrate.calibrate(fresh, data.load(run.config.data), 0.6)
-    assert model.method.thresholds == fresh.method.thresholds
-    with pytest.raises(AssertionError, match="asked for text"):
-        calibrate.set_budget(model, run, NoCorpus(), 0.55)
-    (run.path / "calibration.json").unlink()
+    corpus = Path(run.config.data.corpus.removeprefix("text:"))
+    away = corpus.rename(corpus.with_suffix(".away"))
+    try:
+        calibrate.set_budget(model, run, 0.6)
+        assert model.method.thresholds == fresh.method.thresholds != before
+        main(["generate", str(run.path), "--budget", "0.6", "--prompt", "a", "--tokens", "2"])
+        with pytest.raises(UserError, match=str(corpus)):
+            calibrate.set_budget(model, run, 0.55)
+    finally:
+        away.rename(corpus)
+        (run.path / "calibration.json").unlink()
 
 
 def test_thresholds_have_not_seen_evaluation_text(run, monkeypatch):

@@ -148,7 +148,7 @@ def test_demo_trains_evaluates_and_reports_and_does_not_repeat_itself(tmp_path, 
     }
     tiny["data.corpus"] = f"text:{tmp_path / 'corpus.txt'}"
     (tmp_path / "corpus.txt").write_text("def f(x):\n    return x + 1\n" * 200)
-    monkeypatch.setattr("tokendepth.commands.recipe", lambda name: override(recipe(name), tiny))
+    monkeypatch.setattr("tokendepth.commands.one.recipe", lambda name: override(recipe(name), tiny))
     main(["demo", "--out", str(tmp_path / "demo")])
     said = capsys.readouterr().out
     page = tmp_path / "demo" / "report" / "report.html"

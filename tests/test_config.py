@@ -17,8 +17,10 @@ from tokendepth.config import (
     DataConfig,
     DenseConfig,
     EarlyExitConfig,
+    ITTConfig,
     MoDConfig,
     ModelConfig,
+    MoRConfig,
     RunConfig,
     SwitchConfig,
     TrainConfig,
@@ -93,7 +95,10 @@ def train_configs(draw) -> TrainConfig:
 def run_configs(draw) -> RunConfig:
     data = draw(data_configs())
     needed = 2 * (data.source_length or 20) + 2 if data.synthetic else 1
-    return RunConfig(data, draw(model_configs(needed)), draw(method_configs), draw(train_configs()), draw(st.text()))
+    model, method = draw(model_configs(needed)), draw(method_configs)
+    if isinstance(method, MoRConfig):
+        model = replace(model, n_layer=2 + method.recursions * draw(st.integers(1, 1000)))
+    return RunConfig(data, model, method, draw(train_configs()), draw(st.text()))
 
 
 @given(run_configs())
@@ -299,6 +304,16 @@ REFUSED_KNOBS = [
     (ACTConfig, "epsilon", 0.0),
     (ACTConfig, "epsilon", 1.0),
     (ACTConfig, "ponder_cost", -0.1),
+    (MoRConfig, "recursions", 1),
+    (MoRConfig, "alpha", 0.0),
+    (MoRConfig, "decision_loss", 0.0),
+    (MoRConfig, "balance_loss", -0.1),
+    (MoRConfig, "z_loss", math.inf),
+    (ITTConfig, "steps", 1),
+    (ITTConfig, "steps", 1001),
+    (ITTConfig, "capacity", 0.0),
+    (ITTConfig, "every", 0),
+    (ITTConfig, "decision_loss", 0.0),
 ]
 
 
@@ -332,6 +347,18 @@ def test_only_copy_and_sort_have_a_source_length():
     assert DataConfig("sort", source_length=10).source_length == 10
     assert "data.source_length is 2" in refused(DataConfig, "copy", source_length=2)
     assert "data.tokens is 'byte'" in refused(DataConfig, "copy", tokens="byte")
+
+
+@pytest.mark.parametrize("n_layer", [1, 2, 4, 6])
+def test_recursions_must_fit_between_the_first_and_the_last_layer(n_layer):
+    method = MoRConfig(recursions=3)
+    message = refused(RunConfig, model=ModelConfig(n_layer=n_layer), method=method)
+    assert message.startswith(
+        f"model.n_layer is {n_layer}; expected 2 and a multiple of method.recursions (3), such as 8"
+    )
+    assert message.endswith("set it with --model.n-layer")
+    for fitting in (5, 8):
+        assert RunConfig(model=ModelConfig(n_layer=fitting), method=method).method == method
 
 
 @pytest.mark.parametrize(("length", "needed"), [(None, 42), (10, 22)])

@@ -29,9 +29,11 @@ from tokendepth.config import (
     ACTConfig,
     BudgetConfig,
     EarlyExitConfig,
+    ITTConfig,
     MethodConfig,
     MoDConfig,
     ModelConfig,
+    MoRConfig,
     RunConfig,
     SwitchConfig,
     TrainConfig,
@@ -60,24 +62,34 @@ CASES["budget-random"] = BudgetConfig(routing="random")
 CASES["mod-router"] = MoDConfig(decides="router", every=1, capacity=0.5)
 CASES["early_exit"] = EarlyExitConfig(threshold=0.4)  # untrained, no token is as sure as 0.9
 CASES["early_exit-learned"] = EarlyExitConfig("learned")
-CASES["early_exit-likelihood"] = EarlyExitConfig("learned", oracle="likelihood", oracle_smoothing=1.0)
 CASES["switch"] = SwitchConfig(capacity_factor=0.75)  # where some find no room
-CASES["switch-every"] = SwitchConfig(experts=3, every=1, capacity_factor=0.75)
 CASES["act"] = ACTConfig(epsilon=0.2)  # at 0.01 hardly anyone halts at the first step
-DEPTH: dict[str, int] = {}
+CASES["mor-token"] = MoRConfig(routing="token")
+CASES["mor-shared"] = MoRConfig(recursions=3, kv="shared")
+CASES["mor-token-shared"] = MoRConfig(recursions=3, routing="token", kv="shared")
+CASES["itt-router"] = ITTConfig(steps=2, every=1, decides="router")
+DEPTH = {"mor": 4, "mor-token": 6, "mor-shared": 5, "mor-token-shared": 5}
 """Where three layers do not do."""
 SPREAD = {"act": 2.0}
 """How far router logits lie apart; a token that halts at the first step has to be surer than one that skips a block."""
 ACTIVE = ("none", "one", "some", "all")
 
 each_case = pytest.mark.parametrize("case", CASES)
-each_execution = pytest.mark.parametrize("execution", EXECUTIONS)
+each_run = pytest.mark.parametrize(
+    ("case", "execution"),
+    [
+        (case, execution)
+        for case, config in CASES.items()
+        for execution in EXECUTIONS
+        if execution != "soft" or METHODS[method_name(config)].has_soft
+    ],
+)
 each_active = pytest.mark.parametrize("active", ACTIVE)
 
 
 def model_of(case: str) -> ModelConfig:
     """The least depth at which a method has something to share or to skip."""
-    return replace(MODEL, n_layer=DEPTH.get(method_name(CASES[case]), MODEL.n_layer))
+    return replace(MODEL, n_layer=DEPTH.get(case, MODEL.n_layer))
 
 
 def run_config(case: str, seed: int = 0) -> RunConfig:
@@ -103,7 +115,9 @@ def enlivened(model: LanguageModel, spread: float) -> LanguageModel:
         _, logits = with_router_logits(model, lambda: model(tokens(64), execution="hard"))
         bias = 0.0 if linears[-1].bias is None else linears[-1].bias.clone()
         scale = spread / logits[number].std()
-        centre = ((logits[number] - bias) * scale).median()
+        scaled = (logits[number] - bias) * scale
+        median = scaled.median()
+        centre = (median + scaled[scaled > median + 1e-3].min()) / 2  # no token stands on the threshold itself
         linears[-1].weight.mul_(scale)
         if linears[-1].bias is not None:
             linears[-1].bias.fill_(-centre)
@@ -196,8 +210,7 @@ def test_the_models_under_test_decide_both_ways(case):
     assert all(0.2 <= fraction <= 0.8 for fraction in fractions(lively(case)))
 
 
-@each_case
-@each_execution
+@each_run
 def test_the_tolerance_tells_an_error_from_rounding(case, execution):
     model, ids = lively(case), tokens(8)
     other = ids.clone()
@@ -207,11 +220,21 @@ def test_the_tolerance_tells_an_error_from_rounding(case, execution):
         assert relative_error(after.logits[:, time], before.logits[:, time]) > 1e-3
 
 
+@each_case
+def test_soft_is_hard_where_nothing_is_softer(case):
+    """So that the tests below need not ask for it again."""
+    model, ids = lively(case), tokens(8)
+    soft, hard = (full(model, ids, execution) for execution in ("soft", "hard"))
+    assert torch.equal(soft.logits, hard.logits) != model.method.has_soft
+    assert torch.equal(soft.trace.work, hard.trace.work) != model.method.has_soft
+    assert (soft.trace.execution, hard.trace.execution) == ("soft", "hard")
+    assert soft.trace.totals().flops == hard.trace.totals().flops
+
+
 # --- 1. causal --------------------------------------------------------------------------------------------------------
 
 
-@each_case
-@each_execution
+@each_run
 @given(cut=st.integers(1, TIME - 1), seed=st.integers(0, 2**31 - 1))
 def test_the_future_changes_nothing(case, execution, cut, seed):
     model, ids = lively(case), tokens(4, seed=seed)
@@ -225,8 +248,7 @@ def test_the_future_changes_nothing(case, execution, cut, seed):
 # --- 2. cached = full, batched = single, padded = unpadded ------------------------------------------------------------
 
 
-@each_case
-@each_execution
+@each_run
 @pytest.mark.parametrize("chunks", [(7, *[1] * 9), (3, 5, 8), (1,) * TIME], ids=["prefill+ones", "chunks", "ones"])
 def test_cached_decoding_equals_the_full_forward(case, execution, chunks):
     model, ids = lively(case), tokens(4, seed=2)
@@ -234,8 +256,7 @@ def test_cached_decoding_equals_the_full_forward(case, execution, chunks):
     assert_same(decode(model, ids, chunks, execution), (expected.logits, expected.trace.work), execution)
 
 
-@each_case
-@each_execution
+@each_run
 def test_batched_equals_single(case, execution):
     model, ids = lively(case), tokens(5, seed=3)
     batched = full(model, ids, execution)
@@ -254,8 +275,7 @@ def left_padded(ids: Tensor, lengths: tuple[int, ...], width: int, pad: int) -> 
     return padded, valid
 
 
-@each_case
-@each_execution
+@each_run
 @pytest.mark.parametrize("pad", [0, 7])
 def test_left_padding_changes_nothing(case, execution, pad):
     model, ids, lengths = lively(case), tokens(4, seed=4), (TIME, 11, 3, 1)
@@ -269,8 +289,7 @@ def test_left_padding_changes_nothing(case, execution, pad):
         assert_same(actual, (single.logits, single.trace.work), execution)
 
 
-@each_case
-@each_execution
+@each_run
 def test_left_padding_changes_no_metric_and_no_auxiliary_loss(case, execution):
     model, ids = lively(case), tokens(1, 9, seed=5)
     padded, valid = left_padded(ids, (9,), TIME, 0)
@@ -282,8 +301,7 @@ def test_left_padding_changes_no_metric_and_no_auxiliary_loss(case, execution):
     assert actual.trace.totals().tlops == pytest.approx(expected.trace.totals().tlops, rel=1e-5)
 
 
-@each_case
-@each_execution
+@each_run
 @pytest.mark.parametrize("chunks", [(8, *[1] * 8), (8, 3, 5)], ids=["ones", "chunks"])
 def test_cached_decoding_after_a_padded_prefill(case, execution, chunks):
     model, ids, lengths = lively(case), tokens(3, seed=6), (8, 5, 1)
@@ -369,11 +387,47 @@ def test_every_parameter_receives_a_gradient(case):
         assert parameter.grad.any(), name
 
 
-# --- 5. the trace tells the truth -------------------------------------------------------------------------------------
+def training_loss(case: str) -> tuple[LanguageModel, Callable[[], Tensor]]:
+    model, ids = build(run_config(case)).train(), tokens(4, TIME + 1, seed=10)
+
+    def loss() -> Tensor:
+        out = model(ids[:, :-1], targets=ids[:, 1:])
+        return F.cross_entropy(out.logits.flatten(0, 1).float(), ids[:, 1:].flatten()) + sum(out.losses.values())
+
+    return model, loss
+
+
+def seeded(loss: Callable[[], Tensor]) -> Tensor:
+    torch.manual_seed(0)  # dropout and jitter
+    return loss()
 
 
 @each_case
-@each_execution
+def test_training_asks_nothing_of_the_device(case):
+    """One graph, shapes and all, before a number is known: what a compiler and a CUDA graph need."""
+    _, loss = training_loss(case)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False, capture_scalar_outputs=False):
+        traced = torch._dynamo.explain(loss)()
+    assert traced.graph_count == 1, traced.break_reasons
+
+
+@each_case
+def test_training_in_bfloat16(case):
+    """As on a GPU: products in bfloat16, which rounds at 2^-9; what is added up and decided in float32."""
+    model, loss = training_loss(case)
+    exact = seeded(loss)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = seeded(loss)
+    rounded.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert float(rounded.detach()) == pytest.approx(float(exact.detach()), rel=0.02)
+
+
+# --- 5. the trace tells the truth -------------------------------------------------------------------------------------
+
+
+@each_run
 def test_work_is_between_zero_and_one(case, execution):
     model, ids = lively(case), tokens(16, seed=11)
     trace = full(model, ids, execution).trace
@@ -393,8 +447,7 @@ def counted_and_told(model: LanguageModel, ids: Tensor, execution: str, **option
     return counted, outputs[0].trace.totals().flops
 
 
-@each_case
-@each_execution
+@each_run
 @each_active
 def test_the_flops_of_the_trace_are_those_dispatched(case, execution, active):
     model, ids = lively(case), tokens(3, 13, seed=12)
@@ -403,8 +456,7 @@ def test_the_flops_of_the_trace_are_those_dispatched(case, execution, active):
     assert told == counted
 
 
-@each_case
-@each_execution
+@each_run
 @each_active
 def test_the_flops_of_the_trace_are_those_dispatched_with_a_cache(case, execution, active):
     model, ids, kept = lively(case), tokens(3, 13, seed=13), new_cache(lively(case), 3)
@@ -415,8 +467,7 @@ def test_the_flops_of_the_trace_are_those_dispatched_with_a_cache(case, executio
         assert told == counted
 
 
-@each_case
-@each_execution
+@each_run
 def test_the_flops_of_the_trace_are_those_dispatched_with_padding(case, execution):
     """Padding is computed on, so it is executed: a figure without it would claim a saving that nobody got."""
     padded, valid = left_padded(tokens(3, seed=14), (13, 8, 2), 13, pad=0)

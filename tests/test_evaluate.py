@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.tiny import TEXT, edit_json, hashes, one_line, tiny, write_corpus
-from tokendepth.config import DenseConfig, TSAConfig
+from tokendepth.config import PAPER_THRESHOLDS, DenseConfig, EarlyExitConfig, TSAConfig
 from tokendepth.data import load
 from tokendepth.errors import UserError
 from tokendepth.evaluate import evaluate, load_model, measure
@@ -416,3 +416,34 @@ def test_a_corpus_that_is_gone_is_refused(tmp_path):
     run = trained(tmp_path, steps=1)
     (tmp_path / "corpus.txt").unlink()
     assert "no such file" in refused(run)
+
+
+# --- a part of the split, and one model executed in many ways ---------------------------------------------------------
+
+
+def test_the_beginning_of_a_split_is_measured_as_the_whole_is(dense):
+    whole, part = evaluate(dense, timing=False), evaluate(dense, timing=False, tokens=64)
+    assert part["tokens"] == 64 < whole["tokens"]
+    model, dataset, context = load_model(dense, CPU), load(dense.config.data), dense.config.model.context
+    inputs, targets = next(dataset.windows("val", context, 64 // context))
+    logits = model(torch.from_numpy(inputs)).logits.flatten(0, 1)
+    by_plain = torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets).flatten())
+    assert part["sparse"]["loss"] == pytest.approx(by_plain.item(), rel=ROUNDING)
+
+
+def test_early_exit_is_executed_at_every_threshold_of_the_paper(tmp_path):
+    run = trained(tmp_path, method=EarlyExitConfig(threshold=0.55), steps=30)
+    found = evaluate(run, timing=False, curve=True)
+    points = {point["threshold"]: point for point in found["curve"]}
+    assert list(points) == [1.0, *PAPER_THRESHOLDS]
+    assert points[1.0]["sparse"]["active_fraction"] == 1.0, "nothing is surer than certain"
+    shares = [point["sparse"]["active_fraction"] for point in points.values()]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 1, "or this test shows nothing"
+    assert points[0.55]["sparse"] == found["sparse"], "the run's own threshold is one of them"
+
+
+def test_learned_exits_have_no_curve(tmp_path):
+    run = trained(tmp_path, method=EarlyExitConfig(exit="learned"), steps=1)
+    with pytest.raises(UserError, match="no budget"):
+        evaluate(run, timing=False, curve=True)

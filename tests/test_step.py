@@ -118,6 +118,25 @@ def test_every_parameter_is_in_exactly_one_group():
     assert decayed + others == sum(sizes.values())
 
 
+def test_uniform_decay_leaves_nothing_out():
+    """MLX's reading of the paper: biases, norms and embeddings decay too; and its state survives a checkpoint."""
+    run = config(weight_decay=0.5, decay="all")
+    step = optimiser(run)
+    with torch.no_grad():
+        for parameter in step.parameters.values():
+            parameter.add_(1.0)
+    before = {name: parameter.detach().clone() for name, parameter in step.parameters.items()}
+    step.gradient.zero_()
+    step.adam.param_groups[0]["lr"] = 0.1
+    step.adam.step()
+    for name, parameter in step.parameters.items():
+        torch.testing.assert_close(parameter.detach(), before[name] * (1 - 0.1 * 0.5))
+    other = optimiser(run)
+    other.load_state(step.state(), step=1)
+    for name, parameter in other.parameters.items():
+        assert torch.equal(parameter, step.parameters[name]), name
+
+
 def test_flattening_changes_no_weight():
     run = config()
     before, step = build(run).state_dict(), optimiser(run)

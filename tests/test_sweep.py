@@ -88,6 +88,21 @@ def test_nothing_is_done_twice_and_a_failure_stops_nothing(tmp_path):
     assert time.perf_counter() - started < 2, "nothing left to do takes no process"
 
 
+def test_at_the_deadline_all_is_saved_and_the_next_call_goes_on(tmp_path):
+    long = tiny(tmp_path, method=DenseConfig(), steps=100_000, log_every=100)
+    configs, out = {"long": long, "waiting": long}, tmp_path / "sweep"
+    heard: list[str] = []
+    outcome = sweep(configs, out, deadline=time.monotonic() + 6, each=lambda run: heard.append(run.name), show=False)
+    assert (outcome.runs, outcome.failed, outcome.left, heard) == ([], {}, ["long", "waiting"], [])
+    checkpoint, _ = Run(out / "long").load_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.step > 0
+    assert not (out / "waiting").exists()
+    short = {"short": replace(long, train=replace(long.train, steps=1))}
+    assert sweep(short, out, deadline=time.monotonic() + 60, each=lambda run: heard.append(run.name), show=False).runs
+    assert heard == ["short"]
+
+
 def test_a_folder_of_another_config_is_a_failure_and_is_left_alone(tmp_path):
     configs, out = {"dense": grid(tmp_path)["dense"]}, tmp_path / "sweep"
     sweep(configs, out, show=False)

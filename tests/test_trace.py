@@ -63,6 +63,16 @@ def test_totals_by_hand():
     assert totals.tlops_saved == pytest.approx(5 / 12)
 
 
+def test_a_site_of_several_blocks_counts_them_all():
+    """A stem and a site of three blocks that works on 1 of 4 tokens: 4 + 3 of 16 token-layer operations."""
+    recursion = Site("recursion", routed=True, always=0, active=300, blocks=3)
+    work = torch.tensor([[[1.0, 1, 1, 1]], [[0, 0, 1, 0]]])
+    totals = DepthTrace(work, (STEM, recursion), "sparse").totals()
+    assert totals.tlops == 7
+    assert totals.tlops_saved == pytest.approx(9 / 16)
+    assert totals.active_fraction == 0.25
+
+
 def test_flops_by_hand():
     # Every token: 7 outside, 10 at each of three sites, 3 at each of two routers. An active one: 100 at its site.
     always = 4 * (7 + 30 + 6)

@@ -16,7 +16,7 @@ def check(arguments: list[str], commands: dict[str, type]) -> None:
         raise UserError(f"{command!r}: no such command; {did_you_mean(command, commands)}")
     hints = typing.get_type_hints(commands[command], include_extras=True)
     positional = {name: hint for name, hint in hints.items() if name == "recipe" or "Positional" in str(hint)}
-    own = {"--" + name: hint for name, hint in hints.items() if name not in positional}
+    own = {"--" + name.replace("_", "-"): hint for name, hint in hints.items() if name not in positional}
     switches = {flag for flag, hint in own.items() if hint is bool}
     switches |= {flag.replace("--", "--no-", 1) for flag in switches}
     words, values = _split(rest, switches)
@@ -56,7 +56,7 @@ def _check_own(flag: str, text: str | None, hint: Any, command: str) -> None:
     if text is None:
         raise UserError(f"{flag} needs a value; see: tokendepth {command} --help")
     if Path not in (hint, *typing.get_args(hint)):
-        parse_value(hint, text, flag.removeprefix("--"))
+        parse_value(hint, text, flag.removeprefix("--").replace("-", "_"))
 
 
 def _check_recipe(words: list[str], values: dict[str, str | None], command: str, own: set[str]) -> None:
@@ -87,8 +87,12 @@ def _check_words(words: list[str], hints: list[Any], command: str) -> None:
     if typing.get_origin(kind) is tuple:
         return
     names = typing.get_args(kind)
-    expected = "options only" if kind is None else f"one of {', '.join(names)}" if names else "one run folder"
+    expected = "options only" if kind is None else f"one of {', '.join(names)}" if names else _one(kind)
     given = " ".join(words)
     if len(words) != len(hints) or (names and given not in names):
         found = f"was given {given!r}" if given else "was given no words"
         raise UserError(f"{command} {found}; expected {expected}; see: tokendepth {command} --help")
+
+
+def _one(kind: Any) -> str:
+    return "one run folder" if kind is Path else "one word"

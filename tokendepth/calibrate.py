@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tokendepth import data
 from tokendepth.config import check_budget, method_name
 from tokendepth.data import Dataset
 from tokendepth.errors import UserError
@@ -33,13 +34,13 @@ def calibrate(model: LanguageModel, dataset: Dataset, budget: float | None = Non
         model.train(was_training)
 
 
-def set_budget(model: LanguageModel, run: Run, dataset: Dataset, budget: float) -> None:
+def set_budget(model: LanguageModel, run: Run, budget: float, dataset: Dataset | None = None) -> None:
     """Execute the model of `run` at `budget`: by the thresholds that were kept for it, else by new ones."""
     check(run, budget)
     assert isinstance(model.method, Budget)
     kept = _kept(run).get(f"{budget:g}")
     if kept is None:
-        calibrate(model, dataset, budget)
+        calibrate(model, dataset or data.load(run.config.data), budget)
     else:
         model.method.thresholds = kept
 

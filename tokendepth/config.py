@@ -15,10 +15,13 @@ from typing import Any, Literal
 from tokendepth.checks import check, check_range, check_types, coerce, flag, printable
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.method_configs import METHOD_CONFIGS, DenseConfig, MethodConfig, method_name
+from tokendepth.method_configs import PAPER_THRESHOLDS as PAPER_THRESHOLDS
 from tokendepth.method_configs import ACTConfig as ACTConfig
 from tokendepth.method_configs import BudgetConfig as BudgetConfig
 from tokendepth.method_configs import EarlyExitConfig as EarlyExitConfig
+from tokendepth.method_configs import ITTConfig as ITTConfig
 from tokendepth.method_configs import MoDConfig as MoDConfig
+from tokendepth.method_configs import MoRConfig as MoRConfig
 from tokendepth.method_configs import SwitchConfig as SwitchConfig
 from tokendepth.method_configs import TSAConfig as TSAConfig
 from tokendepth.method_configs import check_budget as check_budget
@@ -103,7 +106,9 @@ class TrainConfig:
     lr: float = 3e-4
     """Peak learning rate; falls to a tenth of it along a cosine."""
     weight_decay: float = 0.1
-    """AdamW's decay, on matrices only: not on biases, norms and embeddings."""
+    """AdamW's decay."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """What decays: matrices leaves out biases, norms and embeddings; all is what the paper's MLX runs did."""
     clip: float = 1.0
     """Largest norm of the gradient."""
     seed: int = 0
@@ -148,6 +153,8 @@ class RunConfig:
             needed = 2 * (self.data.source_length or DEFAULT_SOURCE_LENGTH) + 2
             expected = f"at least {needed}, the length of one {self.data.corpus} example"
             check(self.model.context >= needed, "model.context", self.model.context, expected)
+        if isinstance(self.method, MoRConfig):
+            self.method.check_layers(self.model.n_layer)
 
 
 # --- strict JSON ------------------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokendepth import calibrate, data
-from tokendepth.config import BudgetConfig, DenseConfig, RunConfig, method_name
+from tokendepth.config import PAPER_THRESHOLDS, BudgetConfig, DenseConfig, EarlyExitConfig, RunConfig, method_name
 from tokendepth.data import Dataset
 from tokendepth.data.dataset import NO_LOSS, Split
 from tokendepth.errors import UserError
 from tokendepth.machine import choose_device, describe_device, environment
 from tokendepth.methods import build
+from tokendepth.methods.early_exit import Confidence, EarlyExit
 from tokendepth.model import LanguageModel, Output
 from tokendepth.runs import Run
 from tokendepth.trace import EXECUTIONS, DepthTotals, Execution, add_up
@@ -27,6 +28,8 @@ Batch = tuple[Tensor, Tensor]
 
 CURVE = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """The budgets of a quality-over-budget curve."""
+NEVER = 1.0
+"""The confidence that no token exceeds."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,19 @@ class Measured:
     depth: DepthTotals
 
 
-def batches(dataset: Dataset, split: Split, context: int, device: torch.device) -> Iterator[Batch]:
-    """The whole split, in an order and in sizes that do not depend on how the model was trained."""
-    for inputs, targets in dataset.windows(split, context, max(1, 16384 // context)):
+def batches(
+    dataset: Dataset, split: Split, context: int, device: torch.device, tokens: int | None = None
+) -> Iterator[Batch]:
+    """The split, in an order and in sizes that do not depend on how the model was trained.
+
+    All of it, or of its beginning at least `tokens`.
+    """
+    seen = 0
+    for inputs, targets in dataset.windows(split, context, max(1, min(16384, tokens or 16384) // context)):
         yield torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
+        seen += inputs.size
+        if tokens and seen >= tokens:
+            return
 
 
 @torch.no_grad()
@@ -84,12 +96,15 @@ def evaluate(
     timing: bool = True,
     budget: float | None = None,
     curve: bool = False,
+    tokens: int | None = None,
 ) -> dict[str, Any]:
     """Everything `eval.json` holds. Written into the run by the caller, so that asking does not change a run.
 
-    `budget` executes a budget-routed run at another budget than its own; `curve` at a row of them.
+    `budget` executes a budget-routed run at another budget than its own; `curve` at a row of them, and a run with exits
+    by confidence at the paper's thresholds. `tokens` takes the beginning of the split instead of all of it.
     """
-    if budget is not None or curve:
+    by_confidence = _by_confidence(run.config)
+    if budget is not None or (curve and not by_confidence):
         calibrate.check(run, budget or 1.0)
     if split not in ("val", "test"):
         raise UserError(f"split is {split!r}; expected val or test; set it with --split")
@@ -97,10 +112,10 @@ def evaluate(
     model, dataset = load_model(run, where), data.load(config.data)
     run.check_corpus(dataset.fingerprint)
     if budget is not None:
-        calibrate.set_budget(model, run, dataset, budget)
+        calibrate.set_budget(model, run, budget, dataset)
 
     def stream() -> Iterator[Batch]:
-        return batches(dataset, split, config.model.context, where)
+        return batches(dataset, split, config.model.context, where, tokens)
 
     routers = model.method.routers()
     routed = any(site.routed for site in model.method.sites(keys=1))
@@ -116,11 +131,21 @@ def evaluate(
         return measure(model, stream(), forward)
 
     def point(at: float) -> dict[str, Any]:
-        calibrate.set_budget(model, run, dataset, at)
+        if by_confidence:
+            assert isinstance(model.method, EarlyExit)
+            assert isinstance(model.method.exit, Confidence)
+            model.method.exit.threshold = at
+        else:
+            calibrate.set_budget(model, run, at, dataset)
         found = measure(model, stream(), lambda ids: model(ids, execution="sparse"))
         skipped = {"tlops_skipped": found.depth.tlops_saved, "flops_skipped": found.depth.flops_skipped}
         cost = {"flops_per_token": found.depth.flops / found.depth.tokens}
-        return {"budget": at, "sparse": _figures(found, dataset, config, split), **skipped, **cost}
+        return {
+            "threshold" if by_confidence else "budget": at,
+            "sparse": _figures(found, dataset, config, split),
+            **skipped,
+            **cost,
+        }
 
     if routed:
         measured = {execution: executed(execution) for execution in ("hard", "sparse")}
@@ -153,9 +178,18 @@ def evaluate(
         "controls": _controls(model, config, stream, measured["hard"].depth) if routers else {},
         "time": time_forward(model, config, next(stream())[0]) if timing else None,
         "passage": _passage(model, dataset, split, where),
-        "curve": [point(at) for at in CURVE] if curve else [],
+        "curve": [point(at) for at in ((NEVER, *PAPER_THRESHOLDS) if by_confidence else CURVE)] if curve else [],
         "env": environment(where),
     }
+
+
+def has_curve(config: RunConfig) -> bool:
+    """Whether one trained model of this config can be executed at several costs."""
+    return isinstance(config.method, BudgetConfig) or _by_confidence(config)
+
+
+def _by_confidence(config: RunConfig) -> bool:
+    return isinstance(config.method, EarlyExitConfig) and config.method.exit == "confidence"
 
 
 def _figures(measured: Measured, dataset: Dataset, config: RunConfig, split: Split) -> dict[str, Any]:

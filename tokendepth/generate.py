@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tokendepth import calibrate, data
+from tokendepth import calibrate
 from tokendepth.config import SYNTHETIC_CORPORA
 from tokendepth.data import tokenizer_from_dict
 from tokendepth.errors import UserError
@@ -56,7 +56,7 @@ def generate(
     ids = tokenizer.encode(prompt) or [0]
     model = load_model(run, choose_device(device))
     if budget is not None:
-        calibrate.set_budget(model, run, data.load(run.config.data), budget)
+        calibrate.set_budget(model, run, budget)
     where = next(model.parameters()).device
     dice = torch.Generator().manual_seed(seed)
     pending: list[int] = []

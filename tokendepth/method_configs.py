@@ -67,6 +67,10 @@ class MoDConfig:
         check_positive("method.decision_loss", self.decision_loss)
 
 
+PAPER_THRESHOLDS = (0.99, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3)
+"""The confidences at which the TSA paper executes its early-exit model."""
+
+
 @dataclass(frozen=True)
 class EarlyExitConfig:
     """Early exit: a token leaves after the first block whose answer is good enough."""
@@ -140,6 +144,62 @@ class ACTConfig:
         check_range("method.ponder_cost", self.ponder_cost, 0, 1000)
 
 
+@dataclass(frozen=True)
+class MoRConfig:
+    """Mixture-of-Recursions: between the first and the last layer a shared block recurs, for fewer tokens each time."""
+
+    recursions: int = 2
+    """How often the shared block is applied, 2 or more; the layers but the first and the last are a multiple."""
+    routing: Literal["expert", "token"] = "expert"
+    """expert: each recursion chooses its tokens; token: each token chooses its depth at the entry."""
+    kv: Literal["recursion", "shared"] = "recursion"
+    """What later recursions attend to: tokens active at that depth, or the first recursion's keys and values of all."""
+    alpha: float = 0.1
+    """What expert choice multiplies its weights by, above 0."""
+    decision_loss: float = 0.001
+    """Weight of the cross-entropy that teaches expert choice to decide without the future, above 0."""
+    balance_loss: float = 0.1
+    """Weight of the loss that spreads token choice over the depths."""
+    z_loss: float = 1e-5
+    """Weight of the loss that keeps token choice's logits small."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        check_range("method.recursions", self.recursions, 2, 1000)
+        check_positive("method.alpha", self.alpha)
+        check_positive("method.decision_loss", self.decision_loss)
+        check_range("method.balance_loss", self.balance_loss, 0, 1000)
+        check_range("method.z_loss", self.z_loss, 0, 1000)
+
+    def check_layers(self, n_layer: int) -> None:
+        fits = n_layer > 2 and (n_layer - 2) % self.recursions == 0
+        expected = f"2 and a multiple of method.recursions ({self.recursions}), such as {2 + 2 * self.recursions}"
+        check(fits, "model.n_layer", n_layer, expected)
+
+
+@dataclass(frozen=True)
+class ITTConfig:
+    """Inner Thinking: every other layer is applied again to the tokens that need more of it."""
+
+    steps: int = 4
+    """How often a thinking layer is applied at most, the first time included, 2 or more."""
+    capacity: float = 0.7
+    """Share of a sequence's tokens that take a thinking step while training, above 0 and up to 1."""
+    every: int = 2
+    """Every which layer thinks; 2 is every other."""
+    decides: Literal["predictor", "router"] = "predictor"
+    """Who decides without seeing the future: a predictor of its own, or the router itself, trained towards it."""
+    decision_loss: float = 0.01
+    """Weight of the cross-entropy that teaches the decision, above 0."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+        check_range("method.steps", self.steps, 2, 1000)
+        check_budget("method.capacity", self.capacity)
+        check_range("method.every", self.every, 1, 1_000_000)
+        check_positive("method.decision_loss", self.decision_loss)
+
+
 def check_positive(name: str, value: float) -> None:
     check(0 < value <= 1000, name, value, "a number above 0 and up to 1000")
 
@@ -156,8 +216,20 @@ METHOD_CONFIGS: dict[str, type] = {
     "early_exit": EarlyExitConfig,
     "switch": SwitchConfig,
     "act": ACTConfig,
+    "mor": MoRConfig,
+    "itt": ITTConfig,
 }
-MethodConfig = DenseConfig | TSAConfig | BudgetConfig | MoDConfig | EarlyExitConfig | SwitchConfig | ACTConfig
+MethodConfig = (
+    DenseConfig
+    | TSAConfig
+    | BudgetConfig
+    | MoDConfig
+    | EarlyExitConfig
+    | SwitchConfig
+    | ACTConfig
+    | MoRConfig
+    | ITTConfig
+)
 
 
 def method_name(config: MethodConfig) -> str:

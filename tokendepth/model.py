@@ -67,6 +67,10 @@ class Spent:
     """What `hidden` reads out as, where the method had to know."""
 
 
+KeysValues = tuple[Tensor, Tensor, Tensor | None]
+"""`[batch, head, keys, width]` twice, and which of them may be seen `[batch, keys]` (none: all)."""
+
+
 def _initialise_residual(projection: nn.Linear, n_layer: int) -> None:
     nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * n_layer))
 
@@ -83,7 +87,18 @@ class Attention(nn.Module):
         """`[..., time, d] -> [..., head, time, width]`"""
         return x.unflatten(-1, (self.n_head, -1)).transpose(-3, -2)
 
-    def _remember(self, k: Tensor, v: Tensor, run: Pass) -> tuple[Tensor, Tensor, Tensor | None]:
+    def keys_values(self, x: Tensor, run: Pass) -> KeysValues:
+        """What every token leaves behind, for rows that are asked later."""
+        k, v = (self._heads(part) for part in F.linear(x, self._weights()[1]).chunk(2, dim=-1))
+        return self._remember(k, v, run)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """Those of the queries, and those of keys and values."""
+        d = self.out.out_features
+        w_q, w_kv = self.qkv.weight.split([d, 2 * d])
+        return w_q, w_kv
+
+    def _remember(self, k: Tensor, v: Tensor, run: Pass) -> KeysValues:
         if run.cache is None:
             return k, v, run.valid
         return run.cache.append(self.layer if run.layer is None else run.layer, k, v, run.valid)
@@ -99,10 +114,24 @@ class Attention(nn.Module):
 
     def active_rows(self, x: Tensor, active: Tensor, rows: Tensor, run: Pass) -> Tensor:
         """Rows of the active tokens only, `[active tokens, d]`; every token still leaves its key and value."""
-        w_q, w_kv = self.qkv.weight.split([x.shape[-1], 2 * x.shape[-1]])
-        k, v = (self._heads(part) for part in F.linear(x, w_kv).chunk(2, dim=-1))
-        k, v, key_valid = self._remember(k, v, run)
-        q = F.linear(take(x, rows), w_q).unflatten(-1, (self.n_head, -1))
+        return self.active_rows_with(take(x, rows), active, self.keys_values(x, run))
+
+    def rows_with(self, x: Tensor, places: Tensor, kept: KeysValues) -> Tensor:
+        """Rows `[batch, rows, d]` that stand at `places` `[batch, rows]` among keys that are there already."""
+        k, v, key_valid = kept
+        q = self._heads(F.linear(x, self._weights()[0]))
+        place = torch.arange(k.shape[2], device=x.device)
+        seen = place <= places[..., None]
+        if key_valid is not None:
+            seen = seen & (key_valid[:, None] | (place == places[..., None]))
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, seen[:, None], dropout)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def active_rows_with(self, rows: Tensor, active: Tensor, kept: KeysValues) -> Tensor:
+        """As `rows_with`, for the tokens of `active`, packed: `[active tokens, d]`, in and out."""
+        q = F.linear(rows, self._weights()[0]).unflatten(-1, (self.n_head, -1))
+        k, v, key_valid = kept
         return self.out(sparse_attention(q, k, v, active, key_valid).flatten(1))
 
     def rows_among(self, rows: Tensor, active: Tensor, run: Pass) -> Tensor:
@@ -179,10 +208,26 @@ class Block(nn.Module):
         """
         if run.execution != "sparse":
             return torch.where(active[..., None], self(h, replace(run, valid=active)), h)
-        rows = h[active]
-        rows = rows + self.attention.rows_among(self.norm_attention(rows), active, run)
-        rows = rows + self.ffn(self.norm_ffn(rows))
-        return h.masked_scatter(active[..., None], rows)
+        rows = compact(active)
+        states = take(h, rows)
+        states = states + self.attention.rows_among(self.norm_attention(states), active, run)
+        return put(h, rows, states + self.ffn(self.norm_ffn(states)))
+
+    def forward_with(self, h: Tensor, run: Pass, active: Tensor, kept: KeysValues) -> Tensor:
+        """The block for the tokens of `active` among keys and values that are there already: nobody leaves new ones."""
+        if run.execution != "sparse":
+            keys, time = kept[0].shape[2], h.shape[1]
+            places = torch.arange(keys - time, keys, device=h.device).expand(len(h), -1)
+            return torch.where(active[..., None], self.rows_with(h, places, kept), h)
+        rows = compact(active)
+        states = take(h, rows)
+        states = states + self.attention.active_rows_with(self.norm_attention(states), active, kept)
+        return put(h, rows, states + self.ffn(self.norm_ffn(states)))
+
+    def rows_with(self, rows: Tensor, places: Tensor, kept: KeysValues) -> Tensor:
+        """`[batch, rows, d]`: the block for tokens at `places` among keys and values that are there already."""
+        rows = rows + self.dropout(self.attention.rows_with(self.norm_attention(rows), places, kept))
+        return rows + self.dropout(self.ffn(self.norm_ffn(rows)))
 
 
 def block_site(model: ModelConfig, name: str, keys: int, *, routed: bool, router: float = 0.0) -> Site:

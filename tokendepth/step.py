@@ -129,6 +129,8 @@ class OptimiserStep:
         calls, not of arithmetic.
         """
         decays = {f"{name}.weight" for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
+        if self.config.decay == "all":
+            decays = set(dict(self.model.named_parameters()))
         self.parameters = dict(sorted(self.model.named_parameters(), key=lambda item: item[0] not in decays))
         weights = torch.zeros(sum(map(_room, self.parameters.values())), device=self.device)
         for parameter, view in zip(self.parameters.values(), self._by_parameter(weights), strict=True):
@@ -143,6 +145,8 @@ class OptimiserStep:
         groups = []
         # The paper's appendix: no decay on biases, norms and embeddings.
         for part, decay in ((slice(None, decayed), self.config.weight_decay), (slice(decayed, None), 0.0)):
+            if not len(weights[part]):
+                continue
             weight = nn.Parameter(weights[part])
             weight.grad = self.gradient[part]
             groups.append({"params": [weight], "weight_decay": decay})

@@ -9,14 +9,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from tokendepth.config import BudgetConfig, RunConfig, from_dict, to_dict
+from tokendepth.config import RunConfig, from_dict, to_dict
 from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.files import disk_faults
 from tokendepth.progress import console
@@ -33,6 +33,8 @@ class Outcome:
     """Trained and evaluated, in the order of the grid."""
     failed: dict[str, str] = field(default_factory=dict)
     """Name and last words of those that were not."""
+    left: list[str] = field(default_factory=list)
+    """For want of time not finished, or not begun."""
 
 
 @dataclass
@@ -49,14 +51,27 @@ class _Worker:
 
 
 def sweep(
-    configs: dict[str, RunConfig], out: Path, *, workers: int | None = None, curve: bool = False, show: bool = True
+    configs: dict[str, RunConfig],
+    out: Path,
+    *,
+    workers: int | None = None,
+    curve: bool = False,
+    tokens: int | None = None,
+    deadline: float | None = None,
+    each: Callable[[Run], None] | None = None,
+    show: bool = True,
 ) -> Outcome:
-    """Train and evaluate every config into `out/NAME`, `workers` at a time; `curve` as in `evaluate`."""
+    """Train and evaluate every config into `out/NAME`, `workers` at a time; `curve` and `tokens` as in `evaluate`.
+
+    At the `deadline`, a reading of `time.monotonic()`, whatever runs is saved and left for the next call. `each` is
+    told of every run as soon as it is evaluated.
+    """
     if workers is not None and workers < 1:
         raise UserError(f"--workers is {workers}; expected 1 or more")
     with disk_faults(out):
         out.mkdir(parents=True, exist_ok=True)
-    return _Sweep(configs, out, workers or _default_workers(configs), curve, show).run()
+    how = {"curve": curve, "tokens": tokens}
+    return _Sweep(configs, out, workers or _default_workers(configs), how, deadline, each, show).run()
 
 
 def _default_workers(configs: dict[str, RunConfig]) -> int:
@@ -67,8 +82,18 @@ def _default_workers(configs: dict[str, RunConfig]) -> int:
 
 
 class _Sweep:
-    def __init__(self, configs: dict[str, RunConfig], out: Path, workers: int, curve: bool, show: bool) -> None:
-        self.configs, self.out, self.workers, self.curve, self.show = configs, out, workers, curve, show
+    def __init__(
+        self,
+        configs: dict[str, RunConfig],
+        out: Path,
+        workers: int,
+        how: dict,
+        deadline: float | None,
+        each: Callable[[Run], None] | None,
+        show: bool,
+    ) -> None:
+        self.configs, self.out, self.workers, self.how, self.show = configs, out, workers, how, show
+        self.deadline, self.each = deadline, each
         self.outcome, self.stop = Outcome(), StopSignals()
         self.running: list[_Worker] = []
         self.bar = Progress(
@@ -88,7 +113,7 @@ class _Sweep:
             self._say(f"{done} of {len(self.configs)} runs are finished already")
         whole = self.bar.add_task("[bold]all runs", total=len(self.configs), completed=done, numbers="")
         with self.stop, self.bar, self._no_orphans():
-            while todo or self.running:
+            while (todo or self.running) and not self._late():
                 while todo and len(self.running) < self.workers:
                     self.running.append(self._start(todo.pop(0)))
                 time.sleep(0.2)
@@ -100,8 +125,13 @@ class _Sweep:
                     self.bar.advance(whole)
                 if self.stop.received:
                     raise SweepStopped(self.stop.received, self.out)
-        self.outcome.runs = [Run.open(self.out / name) for name in self.configs if name not in self.outcome.failed]
+        self.outcome.left = [*(worker.name for worker in self.running), *todo]
+        absent = {*self.outcome.failed, *self.outcome.left}
+        self.outcome.runs = [Run.open(self.out / name) for name in self.configs if name not in absent]
         return self.outcome
+
+    def _late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
 
     @contextmanager
     def _no_orphans(self) -> Iterator[None]:
@@ -118,7 +148,7 @@ class _Sweep:
         log, folder = self.out / f"{name}.log", self.out / name
         package = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-        task = {"config": to_dict(self.configs[name]), "folder": str(folder), "curve": self.curve}
+        task = {"config": to_dict(self.configs[name]), "folder": str(folder), **self.how}
         threads = str(max(1, (os.cpu_count() or 1) // self.workers))
         with disk_faults(log), log.open("w") as words:
             process = subprocess.Popen(
@@ -144,8 +174,10 @@ class _Sweep:
         self.bar.remove_task(worker.line)
         seconds = f"{time.perf_counter() - worker.started:.0f} s"
         if worker.process.returncode == 0:
-            evaluation = Run.open(self.out / worker.name).evaluation or {}
-            hard = evaluation["hard"]
+            run = Run.open(self.out / worker.name)
+            if self.each:
+                self.each(run)
+            hard = (run.evaluation or {})["hard"]
             self._say(f"{worker.name}: loss {hard['loss']:.4f}, active {hard['active_fraction']:.3f}, {seconds}")
             worker.log.unlink()
         elif not self.stop.received:
@@ -168,20 +200,21 @@ def _is_done(folder: Path, config: RunConfig) -> bool:
         return False
 
 
-def _work(folder: str, config: RunConfig, *, curve: bool) -> None:
+def train_and_evaluate(config: RunConfig, folder: str | Path, *, curve: bool, tokens: int | None = None) -> Run:
     """What one worker does. Times are not taken: its neighbours would be in them."""
-    from tokendepth.evaluate import evaluate
+    from tokendepth.evaluate import evaluate, has_curve
 
     run = train(config, folder, resume=True, show=False)
     if run.evaluation is None:
-        curve = curve and isinstance(config.method, BudgetConfig)
-        run.write_evaluation(evaluate(run, device=config.train.device, timing=False, curve=curve))
+        curve = curve and has_curve(config)
+        run.write_evaluation(evaluate(run, device=config.train.device, timing=False, curve=curve, tokens=tokens))
+    return run
 
 
 if __name__ == "__main__":
     try:
         task = json.loads(sys.argv[1])
-        _work(task["folder"], from_dict(task["config"]), curve=task["curve"])
+        train_and_evaluate(from_dict(task.pop("config")), **task)
     except UserError as error:
         sys.exit(f"tokendepth: {error}")
     except Interrupted as stopped:

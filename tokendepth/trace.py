@@ -25,6 +25,8 @@ class Site:
     """Spent on a token that is worked on: queries, its attention row, output projection, feed-forward."""
     router: float = 0.0
     """Spent on deciding."""
+    blocks: int = 1
+    """How many blocks a token passes there: what it counts in token-layer operations."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class DepthTrace:
         full = positions * (self.outside + sum(s.always + s.active for s in self.sites))
         flops = positions * (self.outside + sum(s.always + s.router for s in self.sites))
         flops += sum(s.active * n for s, n in zip(self.sites, ran, strict=True))
-        return DepthTotals(tuple(s.routed for s in self.sites), worked, tokens, flops, full)
+        return DepthTotals(
+            tuple(s.routed for s in self.sites), worked, tokens, flops, full, tuple(s.blocks for s in self.sites)
+        )
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class DepthTotals:
     """FLOPs executed, routers included."""
     flops_dense: float
     """FLOPs of the same blocks with every token active and no routers."""
+    blocks: tuple[int, ...] = ()
+    """Token-layer operations that a token takes at each site; one, if none are named."""
 
     def __add__(self, other: "DepthTotals") -> "DepthTotals":
         assert self.routed == other.routed, "traces of different methods do not add up"
@@ -88,13 +94,17 @@ class DepthTotals:
 
     @property
     def tlops(self) -> float:
-        """Token-layer operations: tokens processed, summed over the sites."""
-        return sum(self.work)
+        """Token-layer operations: tokens processed, summed over the blocks."""
+        return sum(w * n for w, n in zip(self.work, self._blocks, strict=True))
 
     @property
     def tlops_saved(self) -> float:
         """Delta, eq. 7: 1 - (1 + (L-1) alpha) / L when one of L sites, the stem, is always active."""
-        return 1 - sum(self.per_site) / len(self.work)
+        return 1 - self.tlops / (self.tokens * sum(self._blocks))
+
+    @property
+    def _blocks(self) -> tuple[int, ...]:
+        return self.blocks or (1,) * len(self.work)
 
     @property
     def flops_skipped(self) -> float:

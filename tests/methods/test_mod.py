@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.flops import count_flops
 from tokendepth.config import MoDConfig, ModelConfig, RunConfig
 from tokendepth.methods import build
-from tokendepth.methods.mod import MoDBlock, membership, put_added, take, top_k
+from tokendepth.methods.mod import MoDBlock, membership, put_added, share_of, take, top_k
 from tokendepth.model import LanguageModel, Pass
 
 TIME = 16
@@ -46,7 +46,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 def test_the_threshold_by_hand():
     """C = 2 of S = 5: the weights above P_0.6 = 0.3 are 0.9 and 0.4, and they keep their order."""
     weights = torch.tensor([[0.4, -1.0, 0.3, 0.9, 0.1]])
-    chosen = top_k(weights, 0.4)
+    chosen = top_k(weights, share_of(0.4, 5))
     assert chosen.tolist() == [[0, 3]]
     assert membership(chosen, weights).tolist() == [[1, 0, 0, 1, 0]]
     assert torch.equal(membership(chosen, weights) == 1, weights > weights.sort().values[0, 2])
@@ -72,7 +72,7 @@ def test_in_evaluation_a_token_is_selected_where_its_own_logit_is_above_zero():
     with torch.no_grad():
         entered = model.method.blocks[0](h, Pass())
         active = model.method(h, Pass("hard")).trace.work[1]
-        assert torch.equal(active, (model.method.blocks[1].router(entered) > 0).float())
+        assert torch.equal(active, (model.method.blocks[1].selector.router(entered) > 0).float())
     assert 0 < active.mean() < 1
 
 
@@ -88,7 +88,7 @@ def test_eq_1_by_hand(execution):
     active[0, 0, places] = True
     with torch.no_grad():
         hidden = model.method(h, Pass(execution, decisions=active)).hidden  # the other blocks select nobody
-        r = block.router(h)[:, places, None]
+        r = block.selector.router(h)[:, places, None]
         expected = h[:, places] + r * (alone(block, h, places) - h[:, places])
     others = ~active[0, 0]
     assert close(hidden[:, places], expected)
@@ -109,8 +109,8 @@ def test_the_routers_gradient_is_that_of_its_weights():
     """d(x + r f)/dr = f for a selected token, and nothing for the others."""
     model, h = mod(every=1, capacity=0.25).train(), states(1)
     block = model.method.blocks[0]
-    weight = block.router(h).detach().requires_grad_()
-    chosen = top_k(weight, 0.25)
+    weight = block.selector.router(h).detach().requires_grad_()
+    chosen = top_k(weight, 4)
     out = model.method._train_block(block, h, Pass(), weight, chosen)
     (grad,) = torch.autograd.grad(out.sum(), weight)
     places = chosen[0].tolist()
@@ -157,7 +157,7 @@ def test_the_loss_of_a_decision_is_the_cross_entropy_with_the_selection(decides)
         for block in model.method.blocks[:3]:
             h = block(h, Pass())
         last = model.method.blocks[3]
-        logit = last.router(h) if decides == "router" else last.predictor(h)
+        logit = last.selector.router(h) if decides == "router" else last.selector.predictor(h)
     chosen = spent.trace.work[3]
     by_hand = -(chosen * F.logsigmoid(logit) + (1 - chosen) * F.logsigmoid(-logit)).mean()
     assert float(spent.losses["decision"]) == pytest.approx(0.5 * float(by_hand), rel=1e-5)

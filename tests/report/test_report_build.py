@@ -277,8 +277,8 @@ def test_it_runs_without_torch(make_run, tmp_path):
     )
     done = python(code, "torch")
     assert done.returncode == 0, done.stderr
-    allowed = {f"tokendepth.{name}" for name in ("config", "errors", "files", "results", "runs", "trace")}
-    assert set(eval(done.stdout)) <= allowed
+    allowed = ("config", "method_configs", "checks", "errors", "files", "results", "runs", "trace")
+    assert set(eval(done.stdout)) <= {f"tokendepth.{name}" for name in allowed}
     assert (tmp_path / "out" / "report.html").exists()
 
 

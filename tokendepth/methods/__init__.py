@@ -8,7 +8,9 @@ from tokendepth.methods.base import Method
 from tokendepth.methods.budget import Budget
 from tokendepth.methods.dense import Dense
 from tokendepth.methods.early_exit import EarlyExit
+from tokendepth.methods.itt import ITT
 from tokendepth.methods.mod import MoD
+from tokendepth.methods.mor import MoR
 from tokendepth.methods.switch import Switch
 from tokendepth.methods.tsa import TSA
 from tokendepth.model import LanguageModel
@@ -21,6 +23,8 @@ METHODS: dict[str, type[Method]] = {
     "early_exit": EarlyExit,
     "switch": Switch,
     "act": ACT,
+    "mor": MoR,
+    "itt": ITT,
 }
 
 

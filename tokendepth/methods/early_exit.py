@@ -78,13 +78,13 @@ class EarlyExit(Method):
         sites = self.sites(run.keys(hidden.shape[1]))
         hidden = self.blocks[0](hidden, run)
         logits = self._read(hidden, run) if self.by_confidence else None
-        active = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        work = [active.float()]
+        work = [torch.ones(hidden.shape[:2], device=hidden.device)]
         for number, block in enumerate(self.blocks[1:]):
             assert isinstance(block, Block)
             assert self.exit is not None
+            # Who has left carries the same state and answer on, so it is told the same at every later block.
             stays = self.exit(hidden if logits is None else logits) <= 0
-            active = active & stays if run.decisions is None else run.decisions[number]
+            active = stays if run.decisions is None else run.decisions[number]
             active = active if run.valid is None else active & run.valid
             if run.execution == "sparse":
                 hidden = block.forward_active(hidden, run, active)

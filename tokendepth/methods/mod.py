@@ -41,21 +41,34 @@ class LinearRouter(nn.Linear):
         return 2 * self.weight.numel()
 
 
+class Selector(nn.Module):
+    """The router's weights and, where it does not decide itself, a predictor of who will be among the top k."""
+
+    def __init__(self, d_model: int, decides: str) -> None:
+        super().__init__()
+        self.router = LinearRouter(d_model)
+        self.predictor = Router(d_model) if decides == "predictor" else None
+
+    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """`[batch, time]` twice: the weight, and the logit by which a token is selected where it is above 0."""
+        weight = self.router(h)
+        return weight, weight if self.predictor is None else self.predictor(h.detach())
+
+    @property
+    def decider(self) -> nn.Module:
+        return self.predictor or self.router
+
+    @property
+    def flops(self) -> int:
+        return self.router.flops + (self.predictor.flops if self.predictor else 0)
+
+
 class MoDBlock(Block):
-    """A block, its router, and the predictor that stands for the router's choice where the future is not known."""
+    """A block and what selects its tokens."""
 
     def __init__(self, model: ModelConfig, layer: int, config: MoDConfig) -> None:
         super().__init__(model, layer)
-        self.router = LinearRouter(model.d_model)
-        self.predictor = Router(model.d_model) if config.decides == "predictor" else None
-
-    def decision_logit(self, h: Tensor, weight: Tensor) -> Tensor:
-        """`[batch, time]`: above 0, the token is selected."""
-        return weight if self.predictor is None else self.predictor(h.detach())
-
-    @property
-    def router_flops(self) -> int:
-        return self.router.flops + (self.predictor.flops if self.predictor else 0)
+        self.selector = Selector(model.d_model, config.decides)
 
 
 class MoD(Method):
@@ -78,10 +91,9 @@ class MoD(Method):
                 hidden = block(hidden, run)
                 work.append(torch.ones(hidden.shape[:2], device=hidden.device))
                 continue
-            weight = block.router(hidden)
-            logit = block.decision_logit(hidden, weight)
+            weight, logit = block.selector(hidden)
             if self.training:
-                chosen = top_k(weight, self.capacity)
+                chosen = top_k(weight, share_of(self.capacity, hidden.shape[1]))
                 active = membership(chosen, weight)
                 losses.append(F.binary_cross_entropy_with_logits(logit, active))
                 hidden = self._train_block(block, hidden, run, weight, chosen)
@@ -101,31 +113,35 @@ class MoD(Method):
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         return tuple(
-            among_site(self.model, f"block {n}", keys, router=block.router_flops)
+            among_site(self.model, f"block {n}", keys, router=block.selector.flops)
             if isinstance(block, MoDBlock)
             else block_site(self.model, f"block {n}", keys, routed=False)
             for n, block in enumerate(self.blocks)
         )
 
     def routers(self) -> list[nn.Module]:
-        return [block.predictor or block.router for block in self.blocks if isinstance(block, MoDBlock)]
+        return [block.selector.decider for block in self.blocks if isinstance(block, MoDBlock)]
 
 
 # --- selected tokens, for the methods that build on this one ----------------------------------------------------------
 
 
 def among_site(model: ModelConfig, name: str, keys: int, *, router: float = 0.0) -> Site:
-    """A block for selected tokens only: one that is not selected costs the decision, and not even key and value."""
+    """A block for selected tokens only: one that is not selected costs the decision, and not even key and value.
+
+    Keys of the others are masked, not packed away, so that a selected token's attention row is as wide as ever.
+    """
     block = block_site(model, name, keys, routed=True)
     return Site(name, True, always=0.0, active=block.always + block.active, router=router)
 
 
-def top_k(scores: Tensor, capacity: float) -> Tensor:
-    """`[batch, time] -> [batch, k]`: where the k highest of each sequence stand, in their original order.
+def share_of(capacity: float, time: int) -> int:
+    """How many tokens a capacity is: known from the shape alone, so that nothing is asked of the device."""
+    return max(1, round(capacity * time))
 
-    k is a share of the time alone, so that shapes are fixed: nothing is asked of the device.
-    """
-    k = max(1, round(capacity * scores.shape[1]))
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """`[batch, time] -> [batch, k]`: where the k highest of each sequence stand, in their original order."""
     return scores.detach().topk(k, dim=1).indices.sort(dim=1).values
 
 

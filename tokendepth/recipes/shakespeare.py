@@ -6,9 +6,11 @@ from tokendepth.config import (
     DataConfig,
     DenseConfig,
     EarlyExitConfig,
+    ITTConfig,
     MethodConfig,
     MoDConfig,
     ModelConfig,
+    MoRConfig,
     RunConfig,
     SwitchConfig,
     TrainConfig,
@@ -53,3 +55,13 @@ def switch() -> RunConfig:
 def act() -> RunConfig:
     """Tiny-Shakespeare, adaptive computation time: one shared block, up to six steps."""
     return _run(ACTConfig())
+
+
+def mor() -> RunConfig:
+    """Tiny-Shakespeare, Mixture-of-Recursions: two shared layers, applied twice."""
+    return _run(MoRConfig())
+
+
+def itt() -> RunConfig:
+    """Tiny-Shakespeare, Inner Thinking: every other layer up to four times."""
+    return _run(ITTConfig())

@@ -15,32 +15,35 @@ SHOWN_BUDGETS = (0.25, 0.4, 0.5, 0.7, 1.0)
 
 def collect(runs: list[Run], path: Path) -> None:
     """Add evaluated runs to a results file; the same config evaluated again takes its old row's place."""
-    add_rows(path, [_row(run) for run in runs], identity=("config",))
+    add_rows(path, [row(run) for run in runs], identity=("config",))
 
 
-def _row(run: Run) -> Row:
+def row(run: Run) -> Row:
+    """What a results file keeps of a run."""
     evaluation = run.evaluation
     if not evaluation or not run.finished:
         raise UserError(f"{run.path} is not finished and evaluated; run: tokendepth evaluate {run.path}")
     figures = {name: value for name, value in evaluation.items() if name not in ("passage", "env")}
-    row = {"config": to_dict(run.config), "evaluation": figures}
-    return {"name": run.name, **row, "trained_on": run.env, "evaluated_on": evaluation.get("env")}
+    facts = {"config": to_dict(run.config), "evaluation": figures}
+    return {"name": run.name, **facts, "trained_on": run.env, "evaluated_on": evaluation.get("env")}
 
 
 def records(path: Path) -> list[Record]:
     """The runs of a results file, without curves and passages."""
-    found = []
-    for row in read_rows(path):
-        config = from_dict(row.get("config"))
-        found.append(Record(str(row.get("name")), path, config, [], row["evaluation"], row["trained_on"] or {}, True))
-    return found
+    return [record(row, path) for row in read_rows(path)]
+
+
+def record(row: Row, path: Path) -> Record:
+    """A row of the results file at `path`; where the row has the run's validations, they are its metrics."""
+    config, history = from_dict(row.get("config")), row.get("history", [])
+    return Record(str(row.get("name")), path, config, history, row["evaluation"], row["trained_on"] or {}, True)
 
 
 def at_budgets(found: list[Record]) -> list[Record]:
     """A run that was executed at several budgets once for each that a table shows."""
     shown = []
     for record in found:
-        points = [point for point in record.field("curve") or [] if point["budget"] in SHOWN_BUDGETS]
+        points = [point for point in record.field("curve") or [] if point.get("budget") in SHOWN_BUDGETS]
         shown += [_at_budget(record, point) for point in points] or [record]
     return shown
 

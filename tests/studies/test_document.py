@@ -1,0 +1,160 @@
+"""The page: never stale, every published number on it, verdicts by the rule, and nothing that was not run."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.studies.fakes import write_results
+from tokendepth.report.summary import Stat
+from tokendepth.results import read_rows
+from tokendepth.studies import tables
+from tokendepth.studies.document import document, write
+from tokendepth.studies.evidence import PAPER, Evidence, collapses
+from tokendepth.studies.findings import ALL, findings
+from tokendepth.studies.verdict import judge, judge_speedup
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def evidence(tmp_path_factory) -> Evidence:
+    return Evidence.read(write_results(tmp_path_factory.mktemp("results")))
+
+
+def test_the_page_is_that_of_results(tmp_path):
+    made = write(ROOT / "results", tmp_path / "REPRODUCTION.md").read_text(encoding="utf-8")
+    assert made == (ROOT / "docs" / "REPRODUCTION.md").read_text(encoding="utf-8"), "stale: run make readme"
+    for figure in (tmp_path / "figures").glob("*.png"):
+        assert (ROOT / "docs" / "figures" / figure.name).exists(), f"{figure.name} is not committed"
+
+
+# --- the published numbers --------------------------------------------------------------------------------------------
+
+
+def test_published_numbers_agree_with_each_other():
+    """The paper derives two columns from others; a slip in copying them would break that."""
+    rows = read_rows(PAPER)
+    assert len({row["table"] for row in rows}) == 11
+    for row in rows:
+        if "bits_per_character" in row:
+            assert row["bits_per_character"] == pytest.approx(row["loss"] / math.log(2), abs=2e-4), row
+        if "tlops_saved" in row:
+            layers = 6
+            assert row["tlops_saved"] == pytest.approx((1 - row["active_fraction"]) * (layers - 1) / layers, abs=1.5e-3)
+        if "baseline_ms" in row:
+            assert row["speedup"] == pytest.approx(row["baseline_ms"] / row["ms"], rel=0.01)
+
+
+def test_every_published_table_is_complete():
+    counted = {
+        name: sum(row["table"] == name for row in read_rows(PAPER)) for name in ("penalty", "early-exit", "batch")
+    }
+    assert counted == {"penalty": 8, "early-exit": 14, "batch": 5}
+    assert sum(row["table"] == "wall-clock" for row in read_rows(PAPER)) == 12
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("published", "values", "settings", "verdict"),
+    [
+        (1.0, None, {}, "not run"),
+        (1.0, (1.009,), {}, "reproduced"),
+        (1.0, (1.011,), {}, "differs"),
+        (1.0, (1.0, 1.06), {}, "reproduced"),  # 0.03 off, two standard deviations are 0.08
+        (0.2, (0.2,), {"saving": True, "collapses": True}, "not supported"),
+        (0.2, (0.2,), {"saving": True, "collapses": False}, "reproduced"),
+        (0.2, (0.2,), {"collapses": True}, "reproduced"),
+        (0.0, (0.0,), {"saving": True, "collapses": True}, "reproduced"),
+        (100, (100.0,), {}, "reproduced"),
+        (100, (100.5,), {}, "differs"),
+    ],
+)
+def test_the_rule(published, values, settings, verdict):
+    assert judge(published, None if values is None else Stat(values), **settings) == verdict
+
+
+@pytest.mark.parametrize(
+    ("published", "ours", "verdict"),
+    [
+        (1.1, None, "not run"),
+        (1.1, 1.095, "reproduced"),
+        (1.1, 1.5, "reproduced"),
+        (1.1, 1.05, "differs"),
+        (1.1, 0.99, "not supported"),
+        (0.5, 0.4, "differs"),
+    ],
+)
+def test_the_rule_for_speed(published, ours, verdict):
+    assert judge_speedup(published, ours) == verdict
+
+
+# --- what it says -----------------------------------------------------------------------------------------------------
+
+
+def test_with_all_numbers_nothing_is_left_open(evidence):
+    page = document(evidence, {})
+    body = page.split("## Findings")[1]
+    assert "not run" not in body
+    assert "| Table 2 | TSA | TLOps saved | 22.8% |" in page
+    for row in evidence.paper:
+        if row["table"] in ("synthetic", "shakespeare", "enwik8", "penalty", "early-exit", "wall-clock", "batch"):
+            assert f"| {row['source']} | {row['row']} |" in page
+    assert "never" in page
+
+
+def test_without_numbers_nothing_is_claimed(tmp_path):
+    for finding in findings(Evidence.read(tmp_path)):
+        own = finding.verdict in ("By the paper's own numbers.", "For the reader.")
+        assert own or "not run" in finding.verdict, finding
+        assert "not run" in finding.text, finding
+
+
+def verdicts(evidence: Evidence) -> dict[str, str]:
+    return {make.__name__: make(evidence).verdict for make in ALL}
+
+
+def test_findings_follow_the_numbers(evidence):
+    found = verdicts(evidence)
+    assert collapses(evidence, tables.TSA)
+    assert found["hard_execution"] == "Not supported."
+    assert found["dense_control"] == "TSA loses."
+    assert found["robust"] == "Soft: does not hold; executed: does not hold."
+    assert found["exit_training_cost"] == "Does not hold."
+    survives = replace(evidence, runs={key: _executed_as_soft(rows) for key, rows in evidence.runs.items()})
+    assert verdicts(survives)["hard_execution"] == "Holds."
+    assert verdicts(survives)["exit_against_tsa"] == "Holds executed."
+
+
+def _executed_as_soft(rows: dict) -> dict:
+    return {
+        seed: {**row, "evaluation": {**row["evaluation"], "hard": row["evaluation"]["soft"]}}
+        for seed, row in rows.items()
+    }
+
+
+def test_earlier_rows_of_the_same_config_fill_in_and_never_replace(tmp_path):
+    write_results(tmp_path, seeds=2)
+    rows = read_rows(tmp_path / "reproduction.json")
+    (tmp_path / "reproduction.json").rename(tmp_path / "shakespeare.json")
+    (tmp_path / "reproduction.json").write_text("[]")
+    only_earlier = Evidence.read(tmp_path).stat(tables.DENSE, "hard", "loss")
+    mine = next(row for row in rows if row["name"] == f"{tables.DENSE}-seed1")
+    mine["evaluation"]["hard"]["loss"] = 9.0
+    (tmp_path / "reproduction.json").write_text("[" + json.dumps(mine) + "]")
+    both = Evidence.read(tmp_path).stat(tables.DENSE, "hard", "loss")
+    assert only_earlier is not None
+    assert both is not None
+    assert (only_earlier.values[0], 9.0) == both.values
+
+
+def test_times_of_two_machines_do_not_mix(evidence, tmp_path):
+    write_results(tmp_path)
+    rows = read_rows(tmp_path / "wallclock.json")
+    cpu = [{**row, "device": "CPU x86_64, 2 threads", "speedup": 77.0} for row in rows]
+    (tmp_path / "wallclock.json").write_text(json.dumps(rows + cpu))
+    assert all(row["speedup"] != 77 for row in Evidence.read(tmp_path).wallclock)

@@ -1,0 +1,181 @@
+"""The paper by one command: everything has its row, nothing is done twice, and a stop loses nothing."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import hashes
+from tokendepth.cli import main, parse
+from tokendepth.config import from_dict
+from tokendepth.errors import UserError
+from tokendepth.results import add_rows, read_rows
+from tokendepth.studies import grid, tables
+from tokendepth.studies.evidence import Evidence
+from tokendepth.studies.reproduce import RUNS, reproduce
+from tokendepth.studies.tables import TABLES, runs
+
+
+def test_the_whole_paper_in_miniature(quick):
+    out, seconds = quick
+    assert seconds < 60
+    evidence = Evidence.read(out / "results", quick=True)
+    for table in (table for table in TABLES.values() if table.in_all):
+        for name in runs(table, 1):
+            (row,) = evidence.rows(tables.label_of(name))
+            assert row["history"], name
+            assert row["trained_on"]["commit"]
+    for label in tables.ROUTING:
+        assert evidence.rows(label, "routing")
+    exits = evidence.rows(tables.EARLY_EXIT)[0]["evaluation"]["curve"]
+    assert [point["threshold"] for point in exits] == [1.0, *tables.PAPER_THRESHOLDS]
+    assert {row["skip"] for row in evidence.wallclock} == {None, "ffn", "block"}
+    assert "early_exit_ratio" in evidence.training[0]
+    page = (out / "docs" / "REPRODUCTION.md").read_text()
+    for drawn in (
+        "architecture",
+        "shakespeare",
+        "enwik8",
+        "penalty",
+        "early-exit",
+        "routing",
+        "wall-clock",
+        "milestones",
+    ):
+        assert any(path.stem.endswith(drawn) for path in (out / "docs" / "figures").glob("*.png")), drawn
+    assert "## Findings" in page
+
+
+def test_only_what_was_deleted_is_done_again(quick, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(quick[0], out)
+    rows = read_rows(out / "results" / RUNS)
+    name = f"{tables.penalty(0.05)}-seed0"
+    kept = [row for row in rows if row["name"] != name]
+    assert len(kept) == len(rows) - 1
+    (out / "results" / RUNS).write_text(json.dumps(kept))
+    shutil.rmtree(out / name)
+    before = {folder: hashes(folder) for folder in out.iterdir() if (folder / "config.json").exists()}
+    started = time.perf_counter()
+    done = reproduce("all", quick=True, out=out, results=out / "results", show=False)
+    assert time.perf_counter() - started < 15
+    assert not done.left
+    assert not done.failed
+    assert (out / name / "eval.json").exists()
+    assert {folder: hashes(folder) for folder in before} == before
+    again = read_rows(out / "results" / RUNS)
+    assert [row for row in again if row["name"] != name] == kept
+    assert sum(row["name"] == name for row in again) == 1
+
+
+def test_rows_are_enough_where_the_folders_are_gone(quick, tmp_path):
+    """As on a machine that was handed back: only what was committed is left."""
+    shutil.copytree(quick[0] / "results", tmp_path / "results")
+    done = reproduce("synthetic", quick=True, out=tmp_path / "runs", results=tmp_path / "results", show=False)
+    assert not done.left
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_out_of_time_it_stops_and_goes_on(tmp_path):
+    settings = {"quick": True, "out": tmp_path / "runs", "results": tmp_path / "results", "show": False}
+    wanted = len(runs(TABLES["synthetic"], 1))
+    first = reproduce("synthetic", max_minutes=1e-6, **settings)
+    assert len(first.left) == wanted
+    second = reproduce("synthetic", max_minutes=0.6 / 60, **settings)
+    assert 0 < len(second.left) < wanted
+    assert len(read_rows(tmp_path / "results" / RUNS)) == wanted - len(second.left)
+    assert not reproduce("synthetic", **settings).left
+    assert len(read_rows(tmp_path / "results" / RUNS)) == wanted
+
+
+def test_runs_are_shared_and_seeds_are_counted():
+    shared = (
+        runs(TABLES["shakespeare"], 3).keys() & runs(TABLES["penalty"], 3).keys() & runs(TABLES["early-exit"], 3).keys()
+    )
+    assert {tables.label_of(name) for name in shared} == {tables.DENSE, tables.TSA}
+    assert sum(name.startswith(tables.penalty(0.05) + "-seed") for name in runs(TABLES["penalty"], 3)) == 3
+    second = [name for name in runs(TABLES["penalty"], 3) if name.startswith(tables.penalty(0.05, tables.UNIFORM))]
+    assert len(second) == 1, "a second reading has a third of the seeds"
+    assert len(runs(TABLES["scaling"], 3)) == 9, "one seed each, whatever is asked"
+
+
+def test_every_line_of_a_table_has_its_runs_and_its_published_row():
+    known, evidence = tables.experiments(), Evidence.read(Path("nowhere"))
+    for table in TABLES.values():
+        for line in (*table.lines, *table.second_lines):
+            assert line.label in known
+            assert evidence.published(line.table, line.row)
+    for label in (*tables.ROUTING, *(tables.scaled(size, method) for size in tables.SIZES for method in tables.SCALED)):
+        assert label in known
+    for layers in tables.LAYERS:
+        assert known[tables.fewer(layers)].model.n_layer == layers
+
+
+def test_an_experiment_is_known_whatever_machine_it_ran_on(quick):
+    row = read_rows(quick[0] / "results" / RUNS)[0]
+    here = from_dict(row["config"])
+    elsewhere = from_dict({**row["config"], "train": {**row["config"]["train"], "compile": "on", "log_every": 7}})
+    other = from_dict({**row["config"], "train": {**row["config"]["train"], "seed": 5}})
+    assert grid.same(here) == grid.same(elsewhere) != grid.same(other)
+    assert grid.same(here, seed=False) == grid.same(other, seed=False)
+
+
+def test_a_failed_run_is_named_and_stops_nothing(tmp_path, monkeypatch):
+    broken = tables.Table("x", ("demo.dense:data.corpus=text:nowhere.txt",))
+    monkeypatch.setitem(TABLES, "batch", broken)
+    done = reproduce("batch", seeds=1, out=tmp_path / "runs", results=tmp_path / "results", show=False)
+    ((name, words),) = done.failed.items()
+    assert name.startswith("demo.dense")
+    assert "nowhere.txt" in words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["enwik9"], "did you mean 'enwik8'?"),
+        (["all", "--seeds", "0"], "--seeds is 0"),
+        (["all", "--max-minutes", "-1"], "--max-minutes is -1"),
+        (["all", "--max-minutes", "soon"], "max_minutes"),
+        (["all", "--max-minute", "1"], "did you mean '--max-minutes'?"),
+        ([], "expected one word"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(words, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["reproduce", *words])
+    assert stop.value.code == 2
+    answer = capsys.readouterr().err
+    assert said in answer
+    assert answer.count("\n") == 1
+
+
+def test_the_help_names_every_table(capsys):
+    with pytest.raises(SystemExit):
+        parse(["reproduce", "--help"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("all", *TABLES))
+
+
+def test_a_row_of_the_same_run_is_replaced_not_added(quick, tmp_path):
+    rows = read_rows(quick[0] / "results" / RUNS)
+    add_rows(tmp_path / RUNS, rows + rows, identity=("config",))
+    assert read_rows(tmp_path / RUNS) == rows
+
+
+def test_a_run_in_a_foreign_process_is_written_down_too(tmp_path):
+    """The way of a GPU: processes of `sweep`, a row for each as it ends, and for those that had ended before."""
+    config = tables.miniature(runs(TABLES["synthetic"], 1)["synthetic.copy_dense-seed0"])
+    path = tmp_path / "rows.json"
+    for _ in range(2):  # the second time the folder is there and its row is not
+        progress = grid.fill({"a": config}, tmp_path / "runs", path, grid.Deadline(), tokens=64, show=False)
+        assert not progress.failed
+        (row,) = read_rows(path)
+        assert row["name"] == "a"
+        path.unlink()
+
+
+def test_an_unknown_table_is_a_user_error():
+    with pytest.raises(UserError, match="no such table"):
+        reproduce("tabel")

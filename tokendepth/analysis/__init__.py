@@ -1,0 +1,1 @@
+"""What the router learned: who gets depth, by kind of token."""

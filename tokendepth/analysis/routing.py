@@ -1,0 +1,152 @@
+"""Depth by token type, over validation text: the paper's open question, with numbers.
+
+A token's depth is the mean of its work over the routed blocks: under soft the gate's weight, under hard the share of
+blocks that ran. It is set against two surprisals: of the token itself, given its past, and of the one that follows it,
+which is what the depth is spent on predicting. Groups are those that the paper names (spaces, punctuation, characters
+in mid-word) and what it leaves open (frequency, surprisal).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tokendepth import data
+from tokendepth.data import CharTokenizer, TextDataset
+from tokendepth.errors import UserError
+from tokendepth.evaluate import batches, load_model
+from tokendepth.machine import choose_device, environment
+from tokendepth.runs import Run
+from tokendepth.trace import Execution
+
+TOKENS = 2**17
+"""Enough for every group to hold some hundreds."""
+FREQUENCY_TOKENS = 2**20
+"""Training text from which the tokens' frequencies are counted."""
+FREQUENCY_BINS = (0.05, 0.02, 0.005)
+"""A token type is counted by its share of the text: at least this, or rare."""
+
+
+def measure(run: Run, *, device: str = "auto", tokens: int = TOKENS) -> dict[str, Any]:
+    """Depth by group, its correlation with surprisal, and how much of it is the layer's alone, soft and hard."""
+    where, dataset = choose_device(device), data.load(run.config.data)
+    run.check_corpus(dataset.fingerprint)
+    if not isinstance(dataset, TextDataset) or not isinstance(dataset.tokenizer, CharTokenizer):
+        raise UserError(f"{run.path} was not trained on characters of a text; token types are known for those only")
+    model = load_model(run, where)
+    modes: tuple[Execution, ...] = ("soft", "hard") if model.method.has_soft else ("hard",)
+    routed = [n for n, site in enumerate(model.method.sites(keys=1)) if site.routed]
+    ids, nats, work = [], [], {mode: [] for mode in modes}
+    with torch.no_grad():
+        for inputs, targets in batches(dataset, "val", model.config.context, where, tokens):
+            outs = {mode: model(inputs, execution=mode) for mode in modes}
+            # Surprisal under the first mode: soft where there is one, since that is what the router was trained for.
+            logits = outs[modes[0]].logits.float()
+            nats.append(F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").cpu().numpy().ravel())
+            ids.append(inputs.cpu().numpy().ravel())
+            for mode in modes:
+                work[mode].append(outs[mode].trace.work[routed].flatten(1).cpu().numpy())
+    text, of_next = np.concatenate(ids), np.concatenate(nats)
+    of_token = np.concatenate([[np.nan], of_next[:-1]])  # windows follow each other, so it is known for all but one
+    gates = {mode: np.concatenate(parts, axis=1) for mode, parts in work.items()}
+    groups = {
+        "character class": _classes(text, dataset),
+        "position in word": _positions(text, dataset),
+        "frequency": _frequencies(text, dataset),
+        "surprisal of the token": _quarters(of_token),
+        "surprisal of the next": _quarters(of_next),
+    }
+    return {
+        "tokens": len(text),
+        "groups": [
+            {"kind": kind, "group": name, "share": float(chosen.mean()), **_depth(gates, chosen)}
+            for kind, labels in groups.items()
+            for name in dict.fromkeys(labels.tolist())
+            if name and (chosen := labels == name).any()
+        ],
+        "modes": {mode: _summary(gate, of_token, of_next) for mode, gate in gates.items()},
+        "evaluated_on": environment(where),
+    }
+
+
+def _depth(gates: dict[str, np.ndarray], chosen: np.ndarray) -> dict[str, Any]:
+    """Mean work in each router's block, over the chosen tokens."""
+    return {mode: [float(w) for w in gate[:, chosen].mean(1)] for mode, gate in gates.items()}
+
+
+def _summary(gate: np.ndarray, of_token: np.ndarray, of_next: np.ndarray) -> dict[str, Any]:
+    depth, layers, known = gate.mean(0), gate.mean(1), ~np.isnan(of_token)
+    total = float(gate.var())
+    return {
+        "per_router": [float(layer) for layer in layers],
+        "spread_of_depth": float(depth.std()),
+        "layer_share_of_variance": float(layers.var()) / total if total else None,
+        "rank_correlation": {
+            "surprisal of the token": rank_correlation(depth[known], of_token[known]),
+            "surprisal of the next": rank_correlation(depth, of_next),
+        },
+    }
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Spearman's, ties sharing their mean rank; none where one of the two does not vary."""
+    a, b = _ranks(a), _ranks(b)
+    if not a.std() or not b.std():
+        return None
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return (ends - (counts - 1) / 2)[inverse]
+
+
+# --- groups: one label a token, empty where it is in none -------------------------------------------------------------
+
+
+def _by_type(text: np.ndarray, dataset: TextDataset, label: Callable[[str], str]) -> np.ndarray:
+    assert isinstance(dataset.tokenizer, CharTokenizer)
+    return np.array([label(char) for char in dataset.tokenizer.chars])[text]
+
+
+def _classes(text: np.ndarray, dataset: TextDataset) -> np.ndarray:
+    def label(char: str) -> str:
+        if char in "\n\r":
+            return "line break"
+        if char.isspace():
+            return "space"
+        if char.isalpha():
+            return "capital" if char.isupper() else "letter"
+        return "digit" if char.isdigit() else "punctuation"
+
+    return _by_type(text, dataset, label)
+
+
+def _positions(text: np.ndarray, dataset: TextDataset) -> np.ndarray:
+    """Where in a word, a run of letters, a character stands; the last one is known by what follows it."""
+    letter = _by_type(text, dataset, lambda char: "x" if char.isalpha() else "") == "x"
+    before, after = np.roll(letter, 1), np.roll(letter, -1)
+    before[0] = after[-1] = False
+    names = np.full(len(text), "outside words", dtype="<U16")
+    names[letter & ~before] = "first"
+    names[letter & before & after] = "middle"
+    names[letter & before & ~after] = "last"
+    return names
+
+
+def _frequencies(text: np.ndarray, dataset: TextDataset) -> np.ndarray:
+    counts = np.bincount(dataset.split_ids("train")[:FREQUENCY_TOKENS], minlength=dataset.tokenizer.vocab_size)
+    names = np.array([f"below {FREQUENCY_BINS[-1]:.1%}", *(f"{low:.1%} and more" for low in FREQUENCY_BINS[::-1])])
+    return names[np.searchsorted(FREQUENCY_BINS[::-1], counts / counts.sum(), side="right")][text]
+
+
+def _quarters(nats: np.ndarray) -> np.ndarray:
+    known = ~np.isnan(nats)
+    edges = np.quantile(nats[known], (0.25, 0.5, 0.75))
+    names = np.array(["lowest quarter", "second quarter", "third quarter", "highest quarter"])
+    labels = names[np.searchsorted(edges, nats, side="right").clip(max=3)]
+    labels[~known] = ""
+    return labels

@@ -1,0 +1,157 @@
+"""Commands about many runs, or about this machine."""
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Train and evaluate a grid of runs, several at once. What is finished is not repeated: call it until it is done.
+
+    A cell of the grid is a recipe and what to vary in it: shakespeare.dense:model.n-layer=2,3,4
+    """
+
+    grid: tyro.conf.Positional[tuple[str, ...]]
+    """Recipes, each with its overrides after colons, values apart by commas."""
+    seeds: int = 3
+    """How many seeds each, from 0; fewer than three prove nothing."""
+    workers: int | None = None
+    """Runs at a time; by default 4 on a GPU and 1 on a CPU."""
+    curve: bool = False
+    """Also execute budget-routed runs at budgets from 0.2 to 1, those with exits at the paper's 13 thresholds."""
+    out: Path = Path("runs/sweep")
+    """Folder of the run folders."""
+    results: Path | None = None
+    """Also add the runs' figures to this results file."""
+
+    def __call__(self) -> None:
+        from rich.console import Console
+
+        from tokendepth.recipes import variants
+        from tokendepth.report import collect, terminal_table
+        from tokendepth.sweep import sweep
+
+        configs = {}
+        for cell in self.grid:
+            configs |= variants(cell, self.seeds)
+        outcome = sweep(configs, self.out, workers=self.workers, curve=self.curve)
+        if outcome.runs:
+            Console().print(terminal_table(outcome.runs))
+            if self.results:
+                collect(outcome.runs, self.results)
+        for name, words in outcome.failed.items():
+            print(f"tokendepth: {name} failed: {words}", file=sys.stderr)
+        if outcome.failed:
+            sys.exit(1)
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Train, evaluate, time and report the paper, or one table of it. What has its row in results/ is not repeated."""
+
+    table: tyro.conf.Positional[str]
+    """all, or one: synthetic, shakespeare, enwik8, penalty, early-exit, wall-clock, batch, training; or scaling."""
+    seeds: int = 3
+    """How many seeds each, from 0; fewer than three prove nothing."""
+    quick: bool = False
+    """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
+    max_minutes: float | None = None
+    """Stop cleanly after this many minutes; the same line goes on."""
+    workers: int | None = None
+    """Runs at a time; by default 4 on a GPU and 1 on a CPU."""
+    out: Path = Path("runs/reproduce")
+    """Folder of the run folders."""
+    results: Path | None = None
+    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+
+    def __call__(self) -> None:
+        from tokendepth.studies.document import write
+        from tokendepth.studies.reproduce import reproduce
+
+        results = self.results or (self.out / "results" if self.quick else Path("results"))
+        settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        settings["results"] = results
+        done = reproduce(**settings)
+        print(write(results, results.parent / "docs" / "REPRODUCTION.md", quick=self.quick))
+        for name, words in done.failed.items():
+            print(f"tokendepth: {name} failed: {words}", file=sys.stderr)
+        if done.left:
+            print(f"out of time: {len(done.left)} left, {done.left[0]} first; repeat the same line to go on")
+        if done.failed:
+            sys.exit(1)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure this machine and add the rows to results/."""
+
+    what: tyro.conf.Positional[Literal["forward", "training", "faults"]]
+    """forward: what skipping gives on the clock. training: the TSA training step against the dense one.
+    faults: what killed, full and damaged runs lose."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to measure."""
+    results: Path = Path("results")
+    """Folder of the results files."""
+    json: bool = False
+    """Print one JSON object a line instead of words."""
+    fractions: str | None = None
+    """Of forward: active fractions of random decisions, with commas between them."""
+    run: Path | None = None
+    """Of forward: a trained run that decides for itself on its validation text, instead of random decisions."""
+    only: str | None = None
+    """Of faults: the names of some, with commas between them."""
+    scale: float = 1.0
+    """Of faults: the part of the full number of attempts, from 0 to 1."""
+
+    def __call__(self) -> None:
+        if self.what == "forward":
+            self._forward()
+        elif self.what == "training":
+            from tokendepth.bench import training
+
+            for row in training.measure(self.device, self.results):
+                print(json.dumps(row))
+        else:
+            self._faults()
+
+    def _forward(self) -> None:
+        from tokendepth.bench import forward
+
+        if self.run:
+            rows = forward.measure_run(self.run, self.device, self.results)
+        else:
+            rows = forward.measure(self.device, self.results, forward.parse_fractions(self.fractions))
+        for row in rows:
+            print(json.dumps(row) if self.json else forward.in_words(row))
+
+    def _faults(self) -> None:
+        from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        from tokendepth.bench.faults.registry import measure
+        from tokendepth.progress import console
+
+        failed = 0
+        with Progress(
+            *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        ) as bar:
+            tasks = {}
+
+            def tell(name: str, done: int, total: int) -> None:
+                if name not in tasks:
+                    tasks[name] = bar.add_task(name)
+                bar.update(tasks[name], completed=done, total=total)
+
+            for row in measure(self.device, self.results, self.only, self.scale, tell):
+                counts = f"{row['attempts']} tried, {row['failed']} failed" if not row["skipped"] else row["skipped"]
+                print(f"{row['fault']:<11} {counts}")
+                for line in row["failures"]:
+                    print(f"            {line}")
+                failed += row["failed"]
+        if failed:
+            sys.exit(1)

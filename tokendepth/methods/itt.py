@@ -1,0 +1,103 @@
+"""Inner Thinking Transformer (Chen et al. 2025): every other layer is applied again to the tokens that need it.
+
+    Y(0) = f(x);    at thinking step t:   w = R_t(Y(t-1)),
+    Y'(t) = alpha_t w f(Y(t-1))  for the tokens of highest w, a share `capacity` of the sequence;  else Y'(t) = Y(t-1)
+    Y(t) = Y(0) * phi_0 + sum_{i<=t} Y'(i) * phi_i                               (residual thinking connection)
+
+f is the layer itself, phi_t in R^d the learned encoding of step t, alpha_t a learned number, R_t a linear router of its
+own for each step. `steps` counts applications, the first included: the paper's "x4" costs as much as four.
+
+Open in the sources and decided here. The percentile sees the whole sequence, and no rule is given for decoding or for
+keys and values: both are taken from Mixture-of-Depths. In evaluation a token thinks where a logit of its own is above
+0, a predictor's that is trained on the side (then the task's loss is the only one that reaches the model, as in the
+paper), or the router's own. At a thinking step the selected tokens attend to each other, and only they leave a key and
+a value there. At first phi_0 is 1, the other phi are 0.1, so that thinking starts as a correction; alpha is 1.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokendepth.config import ITTConfig, ModelConfig
+from tokendepth.methods.base import Method
+from tokendepth.methods.mod import Selector, among_site, membership, put_added, share_of, take, top_k
+from tokendepth.model import Block, Pass, Spent, block_site
+from tokendepth.trace import DepthTrace, Site
+
+
+class ThinkingBlock(Block):
+    """A block and what its thinking steps have of their own."""
+
+    def __init__(self, model: ModelConfig, layer: int, config: ITTConfig) -> None:
+        super().__init__(model, layer)
+        thoughts = config.steps - 1
+        self.selectors = nn.ModuleList(Selector(model.d_model, config.decides) for _ in range(thoughts))
+        self.alpha = nn.Parameter(torch.ones(thoughts))
+        self.phi = nn.ParameterList(torch.full((model.d_model,), 0.1 if step else 1.0) for step in range(config.steps))
+
+
+class ITT(Method):
+    has_soft = False
+
+    def __init__(self, model: ModelConfig, config: ITTConfig) -> None:
+        super().__init__(model, config)
+        self.steps, self.capacity, self.decision_loss = config.steps, config.capacity, config.decision_loss
+        blocks, layer = [], 0
+        for n in range(model.n_layer):  # a layer of the cache for each application
+            thinks = n % config.every == config.every - 1
+            blocks.append(ThinkingBlock(model, layer, config) if thinks else Block(model, layer))
+            layer += config.steps if thinks else 1
+        self.blocks, self._cache_layers = nn.ModuleList(blocks), layer
+
+    def forward(self, hidden: Tensor, run: Pass) -> Spent:
+        sites = self.sites(run.keys(hidden.shape[1]))
+        given = iter(()) if run.decisions is None else iter(run.decisions)
+        every = torch.ones(hidden.shape[:2], device=hidden.device)
+        work, losses = [], []
+        for block in self.blocks:
+            hidden = block(hidden, run)
+            work.append(every)
+            if not isinstance(block, ThinkingBlock):
+                continue
+            total = hidden * block.phi[0]
+            for step, selector in enumerate(block.selectors, 1):
+                weight, logit = selector(hidden)
+                scale = block.alpha[step - 1] * weight[..., None]
+                if self.training:
+                    chosen = top_k(weight, share_of(self.capacity, hidden.shape[1]))
+                    active = membership(chosen, logit)
+                    losses.append(F.binary_cross_entropy_with_logits(logit, active))
+                    rows = take(hidden, chosen)
+                    thought = put_added(hidden, chosen, take(scale, chosen) * block(rows, run) - rows)
+                else:
+                    active = next(given, logit > 0)
+                    active = active if run.valid is None else active & run.valid
+                    own = replace(run, layer=block.attention.layer + step)
+                    thought = block.forward_among(hidden, own, active)
+                    thought = torch.where(active[..., None], scale * thought, hidden)
+                total = total + thought * block.phi[step]
+                hidden = total
+                work.append(active.float())
+        trace = DepthTrace(torch.stack(work), sites, run.execution)
+        return Spent(hidden, trace, {"decision": self.decision_loss * torch.stack(losses).mean()} if losses else {})
+
+    def sites(self, keys: int) -> tuple[Site, ...]:
+        sites = []
+        for n, block in enumerate(self.blocks):
+            sites.append(block_site(self.model, f"block {n}", keys, routed=False))
+            for step, selector in enumerate(self._selectors(block), 1):
+                sites.append(among_site(self.model, f"block {n} step {step}", keys, router=selector.flops))
+        return tuple(sites)
+
+    @property
+    def cache_layers(self) -> int:
+        return self._cache_layers
+
+    def routers(self) -> list[nn.Module]:
+        return [selector.decider for block in self.blocks for selector in self._selectors(block)]
+
+    def _selectors(self, block: nn.Module) -> list[Selector]:
+        found = block.selectors if isinstance(block, ThinkingBlock) else []
+        return [selector for selector in found if isinstance(selector, Selector)]

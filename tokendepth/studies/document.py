@@ -1,0 +1,218 @@
+"""docs/REPRODUCTION.md, made from results/: python -m tokendepth.studies.document
+
+Every published number beside ours, soft and executed, with a verdict by rule; then one paragraph for each finding. A
+number that has no row is `not run`.
+"""
+
+import textwrap
+from pathlib import Path
+
+from tokendepth.errors import UserError
+from tokendepth.files import disk_faults, write_bytes
+from tokendepth.results import Row
+from tokendepth.studies.evidence import NOT_RUN, Evidence, collapses, show
+from tokendepth.studies.findings import findings
+from tokendepth.studies.open_questions import convergence, open_questions
+from tokendepth.studies.tables import TABLES, Line, Table
+from tokendepth.studies.verdict import RULE, judge, judge_speedup
+
+QUANTITIES = {
+    "parameters": ("parameters", ",.0f", ("parameters",), None),
+    "loss": ("loss, nats", ".4f", ("soft", "loss"), ("hard", "loss")),
+    "bits_per_character": ("bits per character", ".4f", ("soft", "bits_per_character"), ("hard", "bits_per_character")),
+    "accuracy": ("accuracy", ".4f", ("soft", "accuracy"), ("hard", "accuracy")),
+    "perplexity": ("perplexity", ".3f", ("soft", "perplexity"), ("hard", "perplexity")),
+    "active_fraction": ("active fraction", ".3f", ("soft", "active_fraction"), ("hard", "active_fraction")),
+    "tlops_saved": ("TLOps saved", ".1%", ("tlops_saved_soft",), ("tlops_skipped",)),
+}
+"""Published key: what it is called, its format, and where ours is, soft and hard."""
+EXITED = {"loss": ("sparse", "loss"), "bits_per_character": ("sparse", "bits_per_character"),
+          "active_fraction": ("sparse", "active_fraction"), "tlops_saved": ("tlops_skipped",)}  # fmt: skip
+"""Where the same numbers are in one execution of an early-exit model."""
+
+HEAD = """\
+# The paper, reproduced
+
+*Adaptive Computation Depth via Learned Token Routing in Transformers* (A. A. A. Mohammed), number by number. This page
+is generated from [results/](../results/) by `make readme`, and a test fails when it is stale. The published numbers are
+in [results/paper.json](../results/paper.json); ours come from `tokendepth reproduce all --seeds 3` and, on
+Tiny-Shakespeare, also from earlier runs of the same configs ([results/shakespeare.json](../results/shakespeare.json)).
+
+The paper's losses are means of 20 random batches of one seed, and its active fractions those of one training batch with
+dropout on. Ours are taken over the whole validation split without dropout, as mean ± standard deviation over n seeds.
+**Soft** is the paper's mode: every layer is computed and a gate scales what it adds. **Executed** is the same trained
+model with binary decisions at its threshold, which is what skipping does; under it nothing is a weighting.
+
+## The rule
+
+{rule}
+
+| verdict | numbers |
+|---|--:|
+{counts}
+
+"""
+
+
+def document(evidence: Evidence, figures: dict[str, str]) -> str:
+    """The whole page; `figures` are paths, relative to it, by caption."""
+    verdicts: list[str] = []
+    parts = [_section(name, table, evidence, verdicts) for name, table in TABLES.items() if table.lines]
+    parts += [f"### Steps to a loss\n\n{convergence(evidence)}\n\n", _times(evidence, verdicts)]
+    kinds = ("reproduced", "differs", "not supported", "other machine", NOT_RUN)
+    counts = "\n".join(f"| {kind} | {verdicts.count(kind)} |" for kind in kinds)
+    head = HEAD.format(rule=RULE, counts=counts)
+    found = "".join(
+        f"### {f.title}\n\n{_wrapped(f'**{_sentence(f.verdict)}** {f.text}')}\n\n" for f in findings(evidence)
+    )
+    answers = "".join(f"### {title}\n\n{text}\n\n" for title, text in open_questions(evidence))
+    pictures = "".join(f"![]({path})\n\n{_wrapped(caption)}\n\n" for caption, path in figures.items())
+    sections = (
+        f"## Findings\n\n{found}## The paper's open questions\n\n{answers}## Every number\n\n{''.join(parts)}## "
+        f"Figures\n\n{pictures}"
+    )
+    return (head + sections).rstrip() + "\n"
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _wrapped(text: str) -> str:
+    """Lines of a length that a difference can be read in."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+# --- tables of runs ---------------------------------------------------------------------------------------------------
+
+
+def _section(name: str, table: Table, evidence: Evidence, verdicts: list[str]) -> str:
+    text = f"### {table.title}\n\n`tokendepth reproduce {name}`\n\n{_lines(table.lines, evidence, verdicts)}\n"
+    if table.second_lines:
+        # Counted once: the verdicts of a second reading stand for themselves.
+        text += (
+            f"{_wrapped('**A second reading.** ' + table.about_second)}\n\n{_lines(table.second_lines, evidence, [])}\n"
+        )
+    return text
+
+
+def _lines(lines: tuple[Line, ...], evidence: Evidence, verdicts: list[str]) -> str:
+    rows = ["| paper | row | number | published | ours | executed | verdict |", "|---|---|---|--:|--:|--:|---|"]
+    for line in lines:
+        published = evidence.published(line.table, line.row)
+        for key, (title, form, soft, hard) in QUANTITIES.items():
+            if key not in published:
+                continue
+            if line.threshold is None:
+                ours = evidence.stat(line.label, *soft)
+                executed = show(evidence.stat(line.label, *hard), form) if hard else ""
+            else:
+                ours, executed = evidence.at_threshold(line.label, line.threshold, *EXITED[key]), "as it stands"
+            verdict = judge(
+                published[key], ours, saving=key == "tlops_saved", collapses=collapses(evidence, line.label)
+            )
+            verdicts.append(verdict)
+            cells = [published["source"], line.row, title, format(published[key], form), show(ours, form), executed]
+            rows.append(f"| {' | '.join([*cells, verdict])} |")
+    return "\n".join(rows) + "\n"
+
+
+# --- tables of times --------------------------------------------------------------------------------------------------
+
+
+def _times(evidence: Evidence, verdicts: list[str]) -> str:
+    device = evidence.wallclock[0]["device"] if evidence.wallclock else NOT_RUN
+    about = (
+        "`tokendepth reproduce wall-clock` and `tokendepth reproduce batch`, by the paper's protocol: an untrained "
+        "model, tokens made active by decree, 30 warm-up and 200 timed passes, float32, against the dense model "
+        f"without routers. Published: M1 Pro, MLX. Ours: {device}. `ffn` skips what the paper skips, the feed-forward; "
+        "`block` also queries, attention rows and output projection. The paper's active tokens are the first of each "
+        "sequence; `random` ones lie anywhere."
+    )
+    columns = [(skip, positions) for skip in ("ffn", "block") for positions in ("contiguous", "random")]
+    titles = " | ".join(f"{skip}, {positions}" for skip, positions in columns)
+    rows = [
+        f"| paper | row | published ms | published speed-up | our dense ms | {titles} | verdict (ffn, contiguous) |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    published = [row for row in evidence.paper if row["table"] in ("throughput", "wall-clock", "batch")]
+    for row in published:
+        if row["row"] == "baseline":
+            continue
+        condition = {"batch": row.get("batch", _usual_batch(evidence))}
+        if row["row"] == "soft TSA":
+            found = [evidence.timed(condition="soft", **condition)] + [None] * 3
+        else:
+            alpha = row["active_fraction"]
+            found = [
+                evidence.timed(condition="sparse", active_fraction=alpha, skip=skip, positions=positions, **condition)
+                for skip, positions in columns
+            ]
+        speeds = [f"{f['speedup']:.3f}x" if f else NOT_RUN for f in found]
+        if row["row"] == "soft TSA":
+            speeds[1:] = ["\u2014"] * 3
+        verdict = judge_speedup(row["speedup"], found[0]["speedup"] if found[0] else None)
+        verdicts += [verdict, "other machine"]
+        dense = f"{found[0]['dense_ms'][0]:.2f}" if found[0] else NOT_RUN
+        cells = [row["source"], row["row"], f"{row['ms']:.1f}", f"{row['speedup']:.3f}x", dense, *speeds, verdict]
+        rows.append(f"| {' | '.join(cells)} |")
+    return f"### Wall-clock\n\n{_wrapped(about)}\n\n" + "\n".join(rows) + "\n\n" + _training(evidence, verdicts)
+
+
+def _usual_batch(evidence: Evidence) -> int:
+    """The batch of the sweep over fractions: 64, or what a miniature takes for it."""
+    soft = evidence.timed(condition="soft")
+    return soft["batch"] if soft else 64
+
+
+def _training(evidence: Evidence, verdicts: list[str]) -> str:
+    rows = [
+        "| shape | dense ms | TSA ms | TSA / dense | early exit ms | early exit / dense |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    rows += [_training_line(row) for row in evidence.training]
+    if not evidence.training:
+        rows.append(f"| {NOT_RUN} |" + " |" * 5)
+    verdicts += ["other machine"] * 2
+    baseline, tsa = (evidence.published("enwik8", name)["ms_per_step"] for name in ("baseline", "TSA"))
+    device = f" Ours: {evidence.training[0]['device']}." if evidence.training else ""
+    about = (
+        "`tokendepth reproduce training`: one optimiser step, the models interleaved in one process, medians. "
+        f"Published for enwik8's shape on an M1 Pro: {baseline} and {tsa} ms, {tsa / baseline:.3f}.{device}"
+    )
+    return f"### Training time\n\n{_wrapped(about)}\n\n" + "\n".join(rows) + "\n\n"
+
+
+def _training_line(row: Row) -> str:
+    exits = [f"{row['early_exit_ms'][0]:.2f}", f"{row['early_exit_ratio'][0]:.3f}"] if "early_exit_ms" in row else []
+    cells = [row["shape"], f"{row['dense_ms'][0]:.2f}", f"{row['tsa_ms'][0]:.2f}", f"{row['ratio'][0]:.3f}"]
+    return f"| {' | '.join([*cells, *(exits or [NOT_RUN] * 2)])} |"
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write(results: Path, path: Path, *, quick: bool = False) -> Path:
+    """The page at `path` and its figures in `figures/` beside it; what has no numbers is not drawn."""
+    try:
+        from tokendepth.studies.figures import draw
+    except ModuleNotFoundError as error:
+        missing = (error.name or "a package").split(".")[0]
+        raise UserError(
+            f"the rows are in {results}, but the page needs {missing}, not installed; pip install 'tokendepth[report]'"
+        ) from None
+
+    evidence = Evidence.read(results, quick=quick)
+    folder = path.parent / "figures"
+    drawings = draw(evidence)
+    with disk_faults(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for drawing in drawings:
+        write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
+        write_bytes(folder / f"{drawing.name}.png", drawing.png)
+    write_bytes(path, document(evidence, {d.caption: f"figures/{d.name}.png" for d in drawings}).encode())
+    return path
+
+
+if __name__ == "__main__":
+    write(Path("results"), Path("docs/REPRODUCTION.md"))

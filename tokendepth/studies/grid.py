@@ -1,0 +1,117 @@
+"""Runs of which a results file has no row yet, trained, evaluated and written down one by one.
+
+The row is what counts: a run whose row is there is not repeated, also where its folder is gone, as on a machine that
+was handed back. The folders are what an interrupted call goes on from.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokendepth.config import RunConfig, from_dict, to_dict
+from tokendepth.report.results import row
+from tokendepth.results import Row, add_rows, read_rows
+from tokendepth.runs import Run
+
+# What a run is called, where it ran and how often it spoke do not change what it is.
+NO_PART_OF_IT = {
+    "model": ("vocab_size",),
+    "train": ("device", "compile", "tensorboard", "log_every", "checkpoint_every", "eval_every"),
+}
+
+
+def same(config: RunConfig, *, seed: bool = True) -> str:
+    """Equal for two configs that are the same experiment; `seed` tells its runs apart."""
+    tree = to_dict(config)
+    del tree["recipe"]
+    for part, names in NO_PART_OF_IT.items():
+        for name in names:
+            del tree[part][name]
+    if not seed:
+        del tree["train"]["seed"]
+    return json.dumps(tree, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Progress:
+    failed: dict[str, str]
+    """Name and last words of the runs that failed."""
+    left: list[str]
+    """What there was no time for."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    at: float | None = None
+    """A reading of `time.monotonic()`; none is never."""
+
+    @classmethod
+    def after(cls, minutes: float | None) -> "Deadline":
+        return cls(None if minutes is None else time.monotonic() + 60 * minutes)
+
+    def passed(self) -> bool:
+        return self.at is not None and time.monotonic() > self.at
+
+
+def missing(configs: dict[str, RunConfig], path: Path) -> dict[str, RunConfig]:
+    """Those configs of which the results file at `path` has no row."""
+    there = {same(from_dict(row["config"])) for row in read_rows(path)} if path.exists() else set()
+    found: dict[str, RunConfig] = {}
+    for name, config in configs.items():
+        if (key := same(config)) not in there:
+            there.add(key)
+            found[name] = config
+    return found
+
+
+def fill(
+    configs: dict[str, RunConfig],
+    out: Path,
+    path: Path,
+    deadline: Deadline,
+    *,
+    each: Iterable[Callable[[Run], None]] = (),
+    workers: int | None = None,
+    tokens: int | None = None,
+    here: bool = False,
+    show: bool = True,
+) -> Progress:
+    """Give every config a row in the results file at `path`, as far as time allows; `each` also hears of every run.
+
+    `here` trains in this process, one after the other: for runs that take less time than a process takes to start.
+    """
+    from tokendepth.sweep import sweep, train_and_evaluate
+
+    todo = missing(configs, path)
+
+    def write(run: Run) -> None:
+        for hear in each:
+            hear(run)
+        add_rows(path, [{**row(run), "history": history(run)}], identity=("config",))
+
+    if not here:
+        outcome = sweep(
+            todo, out, workers=workers, curve=True, tokens=tokens, deadline=deadline.at, each=write, show=show
+        )
+        for run in outcome.runs:  # those that were finished before, by a call that was cut short
+            if run.name in missing(configs, path):
+                write(run)
+        return Progress(outcome.failed, outcome.left)
+    names = list(todo)
+    while names and not deadline.passed():
+        write(train_and_evaluate(todo[names[0]], out / names[0], curve=True, tokens=tokens))
+        del names[0]
+    return Progress({}, names)
+
+
+def identity_row(run: Run) -> Row:
+    """What any row about a run begins with."""
+    return {"name": run.name, "config": to_dict(run.config)}
+
+
+def history(run: Run) -> list[Row]:
+    """The validations of a run: what its curves are drawn from."""
+    names = ("step", "tlops", "val_loss", "val_active_fraction")
+    return [{name: metrics[name] for name in names} for metrics in run.metrics() if "val_loss" in metrics]

@@ -1,0 +1,180 @@
+"""The paper, reproduced: whatever its tables need and results/ does not hold yet is trained and measured.
+
+    from tokendepth.studies.reproduce import reproduce
+    reproduce("all", seeds=3, max_minutes=9)        # repeat it until it says that nothing is left
+
+Rows are written as soon as they are known, so a call that is stopped or out of time leaves what it has; the next one,
+on this machine or another that has the rows, goes on. Times are taken after the last training, when nothing else runs.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokendepth.config import ModelConfig, RunConfig
+from tokendepth.errors import UserError
+from tokendepth.progress import console
+from tokendepth.results import Row, add_rows, read_rows
+from tokendepth.runs import Run
+from tokendepth.studies import grid, tables
+from tokendepth.studies.grid import Deadline
+from tokendepth.studies.tables import Measurement, Table
+
+RUNS, ROUTING, INITIALISATION = "reproduction.json", "routing.json", "initialisation.json"
+
+
+@dataclass
+class Done:
+    failed: dict[str, str] = field(default_factory=dict)
+    """Name and last words of the runs that failed."""
+    left: list[str] = field(default_factory=list)
+    """What there was no time for; the next call goes on with it."""
+
+
+def reproduce(
+    table: str = "all",
+    *,
+    seeds: int = 3,
+    quick: bool = False,
+    max_minutes: float | None = None,
+    out: Path = Path("runs/reproduce"),
+    results: Path = Path("results"),
+    device: str = "auto",
+    workers: int | None = None,
+    show: bool = True,
+) -> Done:
+    """Fill the rows of `table`, or of all but the scaling study; run folders go to `out`, rows to `results`.
+
+    `quick` takes a miniature of everything, one seed on this CPU in about a minute: it shows how it works and says
+    nothing about the paper, so give it a `results` of its own.
+    """
+    chosen = tables.chosen(table)
+    if seeds < 1:
+        raise UserError(f"--seeds is {seeds}; expected 1 or more")
+    if max_minutes is not None and not max_minutes > 0:
+        raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
+    study = _Study(chosen, 1 if quick else seeds, quick, Deadline.after(max_minutes), out, results, device, show)
+    study.train(workers)
+    wanted: list[Measurement] = [measurement for one in chosen for measurement in one.measurements]
+    for measurement in dict.fromkeys(wanted):
+        if not study.deadline.passed():
+            study.measure(measurement)
+        if study.deadline.passed():  # it may have been cut short
+            study.done.left.append(measurement)
+    return study.done
+
+
+@dataclass
+class _Study:
+    chosen: list[Table]
+    seeds: int
+    quick: bool
+    deadline: Deadline
+    out: Path
+    results: Path
+    device: str
+    show: bool
+    done: Done = field(default_factory=Done)
+
+    def say(self, line: str) -> None:
+        if self.show:
+            console.print(line, markup=False, soft_wrap=True)
+
+    # -- runs
+
+    def train(self, workers: int | None) -> None:
+        taken: set[str] = set()
+        for tokens in dict.fromkeys(table.tokens for table in self.chosen):
+            configs = {
+                name: self._sized(config)
+                for table in self.chosen
+                if table.tokens == tokens
+                for name, config in tables.runs(table, self.seeds).items()
+                if name not in taken
+            }
+            taken |= set(configs)
+            todo = grid.missing(configs, self.results / RUNS)
+            self.say(f"{len(configs)} runs, {len(todo)} without a row in {self.results / RUNS}")
+            progress = grid.fill(
+                configs,
+                self.out,
+                self.results / RUNS,
+                self.deadline,
+                each=[self._look_at_routing],
+                workers=workers,
+                tokens=tables.MINIATURE_TOKENS if self.quick else tokens,
+                here=self.quick,
+                show=self.show,
+            )
+            self.done.failed |= progress.failed
+            self.done.left += progress.left
+
+    def _sized(self, config: RunConfig) -> RunConfig:
+        return tables.miniature(config) if self.quick else config
+
+    def _look_at_routing(self, run: Run) -> None:
+        """Depth by token type, while the run's folder is there."""
+        if tables.label_of(run.name) not in tables.ROUTING:
+            return
+        from tokendepth.analysis import routing
+
+        size = {"tokens": tables.MINIATURE_TOKENS} if self.quick else {}
+        found = routing.measure(run, device=run.config.train.device, **size)
+        whole = grid.identity_row(run)
+        passage = (run.evaluation or {})["passage"] if run.config.train.seed == 0 else None
+        add_rows(self.results / ROUTING, [{**whole, **found, "passage": passage}], identity=("config",))
+
+    # -- measurements
+
+    def measure(self, measurement: Measurement) -> None:
+        makers: dict[Measurement, Callable[[], Iterator[Row]]] = {
+            "fractions": lambda: self._wall_clock("fractions"),
+            "batches": lambda: self._wall_clock("batches"),
+            "training": self._training_steps,
+            "initialisation": self._initialisation,
+        }
+        count = sum(1 for _ in makers[measurement]())
+        self.say(f"{measurement}: {count} new rows")
+
+    def _wall_clock(self, which: Measurement) -> Iterator[Row]:
+        from tokendepth.bench import wallclock
+
+        tiny = ModelConfig(16, 3, 2, 32, 16, 0.0, 50)
+        protocol = wallclock.Protocol()
+        if self.quick:
+            protocol = wallclock.Protocol(tiny, 2, (0.5, 0.726, 0.833), (1, 2), warm_up=1, passes=2)
+        listed = wallclock.fraction_sweep if which == "fractions" else wallclock.batch_scaling
+        return wallclock.measure(listed(protocol), protocol, self.results, self.device, self.deadline.passed)
+
+    def _training_steps(self) -> Iterator[Row]:
+        from tokendepth.bench import training
+        from tokendepth.machine import choose_device, describe_device
+
+        device, path = choose_device(self.device), self.results / "training.json"
+        shapes = (
+            {"d16 L3 V50, 2x16": (ModelConfig(16, 3, 2, 32, 16, 0.0, 50), 2)} if self.quick else training.PAPER_SHAPES
+        )
+        known = {
+            row["shape"]
+            for row in (read_rows(path) if path.exists() else [])
+            if row["benchmark"] == "training step"
+            and row["device"] == describe_device(device)
+            and "early_exit_ms" in row
+        }
+        for shape in shapes:
+            if shape not in known and not self.deadline.passed():
+                yield from training.measure_steps({shape: shapes[shape]}, device, self.results)
+
+    def _initialisation(self) -> Iterator[Row]:
+        from tokendepth.analysis.initialisation import at_initialisation
+
+        path = self.results / INITIALISATION
+        configs = {
+            name: self._sized(config)
+            for name, config in tables.runs(tables.TABLES["shakespeare"], self.seeds).items()
+            if tables.label_of(name) == tables.TSA
+        }
+        for name, config in grid.missing(configs, path).items():
+            row = {"name": name, **at_initialisation(config, device=self.device)}
+            add_rows(path, [row], identity=("config",))
+            yield row
