@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig
 from tokendepth.errors import UserError
+from tokendepth.ops.active_block import BlockWeights, active_block
 from tokendepth.ops.compact import compact, put, take
 from tokendepth.ops.gated_add import gated_add
 from tokendepth.ops.sparse_attention import sparse_attention
@@ -112,10 +113,6 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def active_rows(self, x: Tensor, active: Tensor, rows: Tensor, run: Pass) -> Tensor:
-        """Rows of the active tokens only, `[active tokens, d]`; every token still leaves its key and value."""
-        return self.active_rows_with(take(x, rows), active, self.keys_values(x, run))
-
     def rows_with(self, x: Tensor, places: Tensor, kept: KeysValues) -> Tensor:
         """Rows `[batch, rows, d]` that stand at `places` `[batch, rows]` among keys that are there already."""
         k, v, key_valid = kept
@@ -189,10 +186,15 @@ class Block(nn.Module):
 
         `weight` `[batch, time]` scales the active tokens' updates; none is the plain block.
         """
-        rows = compact(active)
-        add = Tensor.add if weight is None else partial(gated_add, gate=take(weight, rows))
-        states = add(take(h, rows), self.attention.active_rows(self.norm_attention(h), active, rows, run))
-        return put(h, rows, add(states, self.ffn(self.norm_ffn(states))))
+        x = self.norm_attention(h)
+        k, v, key_valid = self.attention.keys_values(x, run)
+        return active_block(h, x, k, v, active, self._active_weights(), weight, key_valid)
+
+    def _active_weights(self) -> BlockWeights:
+        norm, ffn, attention = self.norm_ffn, self.ffn, self.attention
+        query, _ = attention._weights()
+        feed_forward = (ffn.up.weight, ffn.up.bias, ffn.down.weight, ffn.down.bias)
+        return BlockWeights(query, attention.out.weight, norm.weight, norm.bias, *feed_forward)
 
     def forward_active_ffn(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
         """The paper's sparse mode: attention for every token, its update masked; the feed-forward for active ones."""
