@@ -3,11 +3,12 @@
 Keys and values are there already, for every token. Inference alone: it has no gradient where the kernel runs.
 """
 
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tokendepth.ops.backend import has_triton
 
 __all__ = ["BlockWeights", "active_block"]
 
@@ -45,7 +46,7 @@ def active_block(
     """
     if backend == "auto":
         low = h.is_cuda and h.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
-        backend = "kernel" if low and find_spec("triton") is not None else "eager"
+        backend = "kernel" if low and has_triton() else "eager"
     if backend == "kernel":
         from tokendepth.ops.active_block.kernel import kernel as run
     elif backend == "eager":
