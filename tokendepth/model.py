@@ -106,12 +106,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """Every row: `[batch, time, d] -> [batch, time, d]`."""
+        return self.out(self.attended(x, run))
+
+    def attended(self, x: Tensor, run: Pass) -> Tensor:
+        """What the heads gathered for every token, before the output projection."""
         q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
         k, v, key_valid = self._remember(k, v, run)
         mask = None if key_valid is None else _causal_mask(x.shape[1], key_valid)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None).transpose(1, 2).flatten(2)
 
     def rows_with(self, x: Tensor, places: Tensor, kept: KeysValues) -> Tensor:
         """Rows `[batch, rows, d]` that stand at `places` `[batch, rows]` among keys that are there already."""
@@ -180,6 +183,16 @@ class Block(nn.Module):
         add = Tensor.add if gate is None else partial(gated_add, gate=gate)
         h = add(h, self.dropout(self.attention(self.norm_attention(h), run)))
         return add(h, self.dropout(self.ffn(self.norm_ffn(h))))
+
+    def forward_rows(self, h: Tensor, run: Pass, rows: Tensor, gate: Tensor) -> Tensor:
+        """While training: as `forward` with a gate that is 0 but for `rows`, a fixed number, and `gate` `[n]` for them.
+
+        Attention is computed for all, since its ragged rows have no library call with a gradient; the output
+        projection and the feed-forward, three quarters of a block's products, for `rows` alone.
+        """
+        attended = take(self.attention.attended(self.norm_attention(h), run), rows)
+        states = gated_add(take(h, rows), self.dropout(self.attention.out(attended)), gate)
+        return put(h, rows, gated_add(states, self.dropout(self.ffn(self.norm_ffn(states))), gate))
 
     def forward_active(self, h: Tensor, run: Pass, active: Tensor, weight: Tensor | None = None) -> Tensor:
         """The block for the tokens of `active` `[batch, time]`; the others pass unchanged, costing K and V.
