@@ -6,12 +6,12 @@ of both is taken the first time a shape is met on a machine (a second or so) and
 
 import json
 import statistics
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tokendepth.clock import captured, interleaved
 from tokendepth.data.store import cache_folder
 from tokendepth.errors import UserError
 from tokendepth.files import read_json, write_json
@@ -89,15 +89,9 @@ def _measured(model: LanguageModel, batch: int, time_steps: int) -> dict[str, An
     sites = sum(site.routed for site in model.method.sites(keys=1))
     draws = torch.rand(sites, batch, time_steps, generator=dice)
     decisions = [(draws < fraction).to(device) for fraction in FRACTIONS]
-    times: list[list[float]] = [[] for _ in range(1 + len(FRACTIONS))]
-    for repeat in range(1 + REPEATS):
-        for number, spent in enumerate(times):
-            execution: Execution = "sparse" if number else "hard"
-            start = time.perf_counter()
-            model(ids, execution=execution, decisions=decisions[max(0, number - 1)])
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if repeat:  # the first round warms up
-                spent.append(1000 * (time.perf_counter() - start))
-    hard, *sparse = map(statistics.median, times)
+    conditions = {0.0: lambda: model(ids, execution="hard", decisions=decisions[0])}
+    for fraction, decided in zip(FRACTIONS, decisions, strict=True):
+        conditions[fraction] = lambda decided=decided: model(ids, execution="sparse", decisions=decided)
+    captures = {name: captured(condition, device) for name, condition in conditions.items()}
+    hard, *sparse = map(statistics.median, interleaved(captures, REPEATS, device).values())
     return {"hard_ms": hard, "sparse_ms": sparse}

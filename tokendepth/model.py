@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig
 from tokendepth.errors import UserError
+from tokendepth.ops.active_block import BlockWeights, active_block
 from tokendepth.ops.compact import compact, put, take
 from tokendepth.ops.gated_add import gated_add
 from tokendepth.ops.sparse_attention import sparse_attention
@@ -105,16 +106,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """Every row: `[batch, time, d] -> [batch, time, d]`."""
+        return self.out(self.attended(x, run))
+
+    def attended(self, x: Tensor, run: Pass) -> Tensor:
+        """What the heads gathered for every token, before the output projection."""
         q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
         k, v, key_valid = self._remember(k, v, run)
         mask = None if key_valid is None else _causal_mask(x.shape[1], key_valid)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-    def active_rows(self, x: Tensor, active: Tensor, rows: Tensor, run: Pass) -> Tensor:
-        """Rows of the active tokens only, `[active tokens, d]`; every token still leaves its key and value."""
-        return self.active_rows_with(take(x, rows), active, self.keys_values(x, run))
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None).transpose(1, 2).flatten(2)
 
     def rows_with(self, x: Tensor, places: Tensor, kept: KeysValues) -> Tensor:
         """Rows `[batch, rows, d]` that stand at `places` `[batch, rows]` among keys that are there already."""
@@ -184,15 +184,30 @@ class Block(nn.Module):
         h = add(h, self.dropout(self.attention(self.norm_attention(h), run)))
         return add(h, self.dropout(self.ffn(self.norm_ffn(h))))
 
+    def forward_rows(self, h: Tensor, run: Pass, rows: Tensor, gate: Tensor) -> Tensor:
+        """While training: as `forward` with a gate that is 0 but for `rows`, a fixed number, and `gate` `[n]` for them.
+
+        Attention is computed for all, since its ragged rows have no library call with a gradient; the output
+        projection and the feed-forward, three quarters of a block's products, for `rows` alone.
+        """
+        attended = take(self.attention.attended(self.norm_attention(h), run), rows)
+        states = gated_add(take(h, rows), self.dropout(self.attention.out(attended)), gate)
+        return put(h, rows, gated_add(states, self.dropout(self.ffn(self.norm_ffn(states))), gate))
+
     def forward_active(self, h: Tensor, run: Pass, active: Tensor, weight: Tensor | None = None) -> Tensor:
         """The block for the tokens of `active` `[batch, time]`; the others pass unchanged, costing K and V.
 
         `weight` `[batch, time]` scales the active tokens' updates; none is the plain block.
         """
-        rows = compact(active)
-        add = Tensor.add if weight is None else partial(gated_add, gate=take(weight, rows))
-        states = add(take(h, rows), self.attention.active_rows(self.norm_attention(h), active, rows, run))
-        return put(h, rows, add(states, self.ffn(self.norm_ffn(states))))
+        x = self.norm_attention(h)
+        k, v, key_valid = self.attention.keys_values(x, run)
+        return active_block(h, x, k, v, active, self._active_weights(), weight, key_valid)
+
+    def _active_weights(self) -> BlockWeights:
+        norm, ffn, attention = self.norm_ffn, self.ffn, self.attention
+        query, _ = attention._weights()
+        feed_forward = (ffn.up.weight, ffn.up.bias, ffn.down.weight, ffn.down.bias)
+        return BlockWeights(query, attention.out.weight, norm.weight, norm.bias, *feed_forward)
 
     def forward_active_ffn(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
         """The paper's sparse mode: attention for every token, its update masked; the feed-forward for active ones."""

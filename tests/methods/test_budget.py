@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.flops import count_flops
 from tokendepth.config import BudgetConfig, ModelConfig, RunConfig
 from tokendepth.methods import build
 from tokendepth.methods.budget import SMALLEST_DRAW, Budget, _quantile
@@ -167,3 +168,44 @@ def test_random_routing_has_no_router_and_keeps_its_budget():
     # Different (token, position) pairs throw the dice: 11 x 16 of them, so a standard error of about 0.035 a layer.
     assert work.mean() == pytest.approx(0.3, abs=3 * math.sqrt(0.21 / (11 * 16 * 2)))
     assert model.train()(tokens(64)).trace.work[1:].mean() == pytest.approx(0.45, abs=0.1), "the dial's mean"
+
+
+# --- skipping while training ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distill", [0.0, 1.0])
+def test_training_that_skips_is_training_that_masks(distill):
+    """At a fixed budget the rows that are trained are gathered; a gate of zeros and ones on all must give the same."""
+    ids = tokens(6)
+
+    def gradients(masked: bool) -> tuple[Tensor, list[Tensor]]:
+        model = budget(budget=0.4, dial=False, distill=distill).train()
+        if masked:
+            for block in method_of(model)._routed():
+                block.forward_rows = masking(block)
+        out = model(ids[:, :-1], targets=ids[:, 1:])
+        loss = F.cross_entropy(out.logits.flatten(0, 1), ids[:, 1:].flatten()) + sum(out.losses.values())
+        return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+    def masking(block):
+        def forward(h: Tensor, run: Pass, rows: Tensor, gate: Tensor) -> Tensor:
+            whole = torch.zeros(h.shape[0] * h.shape[1]).index_copy(0, rows, gate)
+            return block(h, run, gate=whole.view(h.shape[:2]))
+
+        return forward
+
+    (loss, found), (masked_loss, expected) = gradients(masked=False), gradients(masked=True)
+    assert loss.item() == pytest.approx(masked_loss.item(), rel=1e-6)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_training_at_a_fixed_budget_skips_products():
+    counted = {
+        share: count_flops(lambda share=share: budget(budget=share, dial=False, distill=0).train()(tokens(8)))
+        for share in (0.25, 0.5, 1.0)
+    }
+    row = 2 * (32 * 32 + 2 * 32 * 48)  # output projection and feed-forward of one token
+    skipped = 2 * 8 * TIME * row  # in two routed blocks
+    assert counted[1.0] - counted[0.5] == skipped * 0.5
+    assert counted[1.0] - counted[0.25] == skipped * 0.75

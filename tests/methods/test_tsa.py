@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig
 from tokendepth.methods import build
@@ -304,14 +305,21 @@ def test_what_is_skipped_does_not_change_what_is_computed():
     assert close(block.logits, ffn.logits)
 
 
-class Rows:
-    """How many rows reach the feed-forward, the output projection and the routers of each gated block."""
+class Rows(TorchFunctionMode):
+    """How many rows are multiplied by the feed-forward, the output projection and the routers of each gated block."""
 
     def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
         self.ffn, self.out, self.router = [], [], []
+        self.seen = {}
         for block in model.method.blocks[1:]:
-            for module, seen in ((block.ffn, self.ffn), (block.attention.out, self.out), (block.router, self.router)):
-                module.register_forward_pre_hook(lambda _m, x, seen=seen: seen.append(x[0][..., 0].numel()))
+            weights = (block.ffn.up.weight, block.attention.out.weight, block.router.hidden.weight)
+            self.seen |= {id(w): rows for w, rows in zip(weights, (self.ffn, self.out, self.router), strict=True)}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear and id(args[1]) in self.seen:
+            self.seen[id(args[1])].append(args[0][..., 0].numel())
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
@@ -322,11 +330,11 @@ def test_sparse_really_skips(fraction):
     expected = {"block": (active, active), "ffn": (active, every)}
     for skip, (ffn, out) in expected.items():
         model = tsa(skip=skip)
-        rows = Rows(model)
-        run(model, ids, "sparse", decisions)
+        with Rows(model) as rows:
+            run(model, ids, "sparse", decisions)
         assert (rows.ffn, rows.out, rows.router) == (ffn, out, every)
-        rows.ffn.clear()
-        run(model, ids, "hard", decisions)
+        with Rows(model) as rows:
+            run(model, ids, "hard", decisions)
         assert rows.ffn == every, "hard computes all and throws away"
 
 

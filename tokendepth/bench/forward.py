@@ -8,7 +8,6 @@ so that drift hits all alike. Routers and compaction run inside the timed region
 where the ceiling is the ratio of FLOPs, dense over executed, counted from the trace.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tokendepth import auto, data
+from tokendepth.clock import captured, interleaved
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig
 from tokendepth.data.dataset import Split
 from tokendepth.errors import UserError
@@ -91,7 +91,7 @@ def measure(device_name: str, results: Path, fractions: tuple[float, ...] = FRAC
 def measure_run(path: Path, device_name: str, results: Path) -> Iterator[Row]:
     """Rows of a trained run that decides for itself, on its validation text."""
     run, device = Run.open(path), choose_device(device_name)
-    model, dataset = load_model(run, device), data.load(run.config.data)
+    model, dataset = _as_served(load_model(run, device)), data.load(run.config.data)
     run.check_corpus(dataset.fingerprint)
     split: Split = "val"
     text, _ = next(batches(dataset, split, run.config.model.context, device))
@@ -110,7 +110,12 @@ def _written(results: Path, row: Row) -> Row:
 
 
 def _built(model: ModelConfig, method: Any, device: torch.device) -> LanguageModel:
-    return build(RunConfig(model=model, method=method)).to(device).eval()
+    return _as_served(build(RunConfig(model=model, method=method)).to(device).eval())
+
+
+def _as_served(model: LanguageModel) -> LanguageModel:
+    """In the precision that whoever wants speed would choose on its device."""
+    return model.bfloat16() if model.norm.weight.is_cuda else model
 
 
 def _random(model: ModelConfig, batch: int, routers: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -138,7 +143,9 @@ def _compared(model: LanguageModel, ids: Tensor, cases: dict[float | None, Tenso
         choices[fraction] = auto.choose(model, len(ids), ids.shape[1], totals[fraction].active_fraction)
         conditions["sparse", fraction] = lambda run=run: run("sparse")
         conditions["hard", fraction] = lambda run=run: run("hard")
-    times = _timed(conditions, REPEATS.get(len(ids), FEWEST_REPEATS), ids.device)
+    captures = {name: captured(condition, ids.device) for name, condition in conditions.items()}
+    spent = interleaved(captures, REPEATS.get(len(ids), FEWEST_REPEATS), ids.device)
+    times = {name: quartiles(values) for name, values in spent.items()}
     best, _ = min(("dense", None), ("compiled dense", None), key=lambda name: times[name][0])
     best_ms = times[best, None]
     rows = []
@@ -152,7 +159,7 @@ def _compared(model: LanguageModel, ids: Tensor, cases: dict[float | None, Tenso
                 "active_fraction": depth.active_fraction,
                 "batch": len(ids),
                 "context": ids.shape[1],
-                "dtype": "float32",
+                "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
                 "best_dense": best,
                 "dense_ms": best_ms,
                 "hard_ms": hard,
@@ -180,17 +187,3 @@ def _check_equal(sparse: Output, hard: Output) -> None:
         raise UserError(
             f"sparse differs from hard here by {error:.1e} of the largest logit, so nothing was timed; run: make test"
         )
-
-
-def _timed(conditions: dict[Any, Condition], repeats: int, device: torch.device) -> dict[Any, list[float]]:
-    """Median and quartiles of milliseconds, round by round through all conditions."""
-    times: dict[Any, list[float]] = {name: [] for name in conditions}
-    for repeat in range(repeats + 2):
-        for name, condition in conditions.items():
-            start = time.perf_counter()
-            condition()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if repeat >= 2:
-                times[name].append(1000 * (time.perf_counter() - start))
-    return {name: quartiles(values) for name, values in times.items()}

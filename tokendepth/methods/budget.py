@@ -23,6 +23,7 @@ from tokendepth.config import BudgetConfig, ModelConfig
 from tokendepth.methods.base import Method
 from tokendepth.methods.tsa import Router
 from tokendepth.model import Block, Pass, Spent, block_site
+from tokendepth.ops.compact import take
 from tokendepth.trace import DepthTrace, Site
 
 SMALLEST_DRAW = 0.15
@@ -85,17 +86,23 @@ class Budget(Method):
 
     def _train(self, hidden: Tensor, run: Pass) -> Spent:
         sites, batch = self.sites(run.keys(hidden.shape[1])), len(hidden)
-        budgets = self._draw(batch, hidden.device)
+        budgets = self._draw(batch, hidden.device) if self.dial else None
         if self.distill:  # the same sequences once more, at full budget
             hidden = torch.cat([hidden, hidden])
         hidden = self.blocks[0](hidden, run)
         work = [torch.ones(batch, hidden.shape[1], device=hidden.device)]
         for block in self._routed():
             scores = block.scores(hidden, partial(torch.rand, hidden.shape[:2], device=hidden.device))
-            own = scores[:batch].detach()
-            active = (own > _quantile(own, 1 - budgets)).float()
-            gate = torch.cat([active, torch.ones_like(scores[batch:])]) * block.weight(scores)
-            hidden = block(hidden, run, gate=gate)
+            own, weight = scores[:batch].detach(), block.weight(scores)
+            if budgets is None:
+                rows = self._at_budget(own)
+                active = torch.zeros_like(own.flatten()).index_fill(0, rows, 1.0).view_as(own)
+                full = torch.arange(own.numel(), scores.numel(), device=rows.device)
+                rows = torch.cat([rows, full])
+                hidden = block.forward_rows(hidden, run, rows, take(weight, rows))
+            else:
+                active = (own > _quantile(own, 1 - budgets)).float()
+                hidden = block(hidden, run, gate=torch.cat([active, torch.ones_like(scores[batch:])]) * weight)
             work.append(active)
         trace = DepthTrace(torch.stack(work), sites, run.execution)
         if not self.distill:
@@ -104,10 +111,13 @@ class Budget(Method):
         logits, full_logits = run.readout(hidden).split(batch)
         return Spent(hidden[:batch], trace, self._full_budget_losses(logits, full_logits, run.targets), logits)
 
+    def _at_budget(self, scores: Tensor) -> Tensor:
+        """The rows above the batch's quantile, in order: always as many, so that training can skip the others."""
+        count = scores.numel() - round((1 - self.budget) * scores.numel())
+        return scores.flatten().topk(count).indices.sort().values
+
     def _draw(self, batch: int, device: torch.device) -> Tensor:
         """The budget of each sequence, `[batch, 1]`: small ones more often, since they are harder."""
-        if not self.dial:
-            return torch.full((batch, 1), self.budget, device=device)
         return SMALLEST_DRAW + (1 - SMALLEST_DRAW) * torch.rand(batch, 1, device=device) ** 2
 
     def _full_budget_losses(self, logits: Tensor, full_logits: Tensor, targets: Tensor | None) -> dict[str, Tensor]:

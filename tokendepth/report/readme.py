@@ -32,7 +32,10 @@ def _training_table(path: Path) -> str:
         if row["benchmark"] == "whole run":
             run = f"{row['recipe']}, {row['steps']:,} steps on {row['device']}: {row['seconds']:.1f} s"
             steps = f"the steps alone about {row['seconds_stepping']:.1f} s at their median rate"
-            lines.append(f"\n{run}, start-up and validation included; {steps}.")
+            start = (
+                f", after {row['seconds_start']:.1f} s that a process takes to start" if "seconds_start" in row else ""
+            )
+            lines.append(f"\n{run}, validation and checkpoints included{start}; {steps}.")
     return "\n".join(lines) + "\n"
 
 

@@ -1,10 +1,8 @@
 """The router of eq. 2, up to the sigmoid: `w2 . relu(w1 h + b1) + b2`, the halting logit of every token."""
 
-from functools import cache
-from importlib.util import find_spec
-
 from torch import Tensor
 
+from tokendepth.ops.backend import has_triton
 from tokendepth.ops.router.eager import eager
 from tokendepth.ops.router.reference import reference
 
@@ -27,7 +25,7 @@ def halting_logits(
     """
     if backend == "auto":
         small = w1.shape[0] <= LARGEST_HIDDEN and w1.shape[1] <= LARGEST_D
-        backend = "kernel" if h.is_cuda and low_precision and small and _has_triton() else "eager"
+        backend = "kernel" if h.is_cuda and low_precision and small and has_triton() else "eager"
     if backend == "kernel":
         from tokendepth.ops.router.kernel import kernel
 
@@ -37,17 +35,3 @@ def halting_logits(
     if backend == "reference":
         return reference(h, w1, b1, w2, b2, low_precision)
     raise ValueError(f"unknown backend {backend!r}: not one of auto, reference, eager, kernel")
-
-
-def _has_triton() -> bool:
-    return _find_triton()
-
-
-@cache
-def _find_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-# What torch.compiler.assume_constant_result does, without its import of all of dynamo. Dynamo traces neither a cache
-# nor, in torch 2.11, find_spec.
-vars(_has_triton)["_dynamo_marked_constant"] = True

@@ -1,0 +1,133 @@
+"""A block for its active tokens: eager and kernel against the reference in float64.
+
+The kernel is measured in one subprocess, this file run as a script: Triton's interpreter has to be chosen before
+Triton is imported. On a GPU the same script measures the real kernel, in bfloat16 too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokendepth.ops.active_block import BlockWeights, active_block
+
+ROOT = Path(__file__).resolve().parents[2]
+ROUNDING = 2.0**-24  # of a float32: what twice an error of nothing still allows
+
+# batch, time, d, heads, ff, keys. Rows in one tile (d a power of two up to 256) and not; a cache; widths that are no
+# powers of two; more rows than a block of them.
+SIZES = {
+    "one token": (1, 1, 16, 2, 16, 1),
+    "one tile": (2, 19, 32, 4, 48, 19),
+    "several": (2, 19, 48, 3, 100, 19),
+    "a cache": (3, 5, 64, 2, 64, 21),
+    "a cache, wide": (3, 7, 40, 5, 72, 30),
+    "blocks of rows": (2, 150, 16, 2, 32, 150),
+}
+ON_A_GPU = {"the paper's": (8, 256, 256, 8, 1024, 256), "GPT-2's": (4, 512, 768, 12, 3072, 512)}
+SHARES = {"none": 0.0, "some": 0.4, "all": 1.0}
+
+
+def operands(size: tuple[int, ...], share: float, *, keep: bool, valid: bool, seed: int = 0) -> list:
+    batch, time, d, heads, ff, keys = size
+    dice = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=dice)
+
+    shapes = ((d, d), (d, d), (d,), (d,), (ff, d), (ff,), (d, ff), (d,))
+    weights = BlockWeights(*(random(*shape) / shape[-1] ** 0.5 for shape in shapes))
+    both = random(batch, keys, 2, heads, d // heads)
+    k, v = (both[:, :, part].transpose(1, 2) for part in (0, 1))
+    active = torch.rand(batch, time, generator=dice) < share
+    kept = torch.rand(batch, time, generator=dice) if keep else None
+    key_valid = torch.rand(batch, keys, generator=dice) < 0.7 if valid else None
+    return [random(batch, time, d), random(batch, time, d), k, v, active, weights, kept, key_valid]
+
+
+def cast(arguments: list, dtype: torch.dtype, device: str = "cpu") -> list:
+    def one(x):
+        if isinstance(x, BlockWeights):
+            return BlockWeights(*map(one, x))
+        return x if x is None else x.to(device, dtype if x.is_floating_point() else x.dtype)
+
+    return [one(x) for x in arguments]
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    assert found.shape == exact.shape
+    return float((found.cpu().double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("share", SHARES.values(), ids=SHARES)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("valid", [False, True])
+@pytest.mark.parametrize("name", SIZES)
+def test_eager_equals_reference(name, share, keep, valid):
+    arguments = cast(operands(SIZES[name], share, keep=keep, valid=valid), torch.float64)
+    found, expected = (active_block(*arguments, backend=backend) for backend in ("eager", "reference"))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    h, active = arguments[0], arguments[4]
+    assert torch.equal(found[~active], h[~active]), "what is not active is not touched"
+
+
+def test_on_a_cpu_auto_is_eager_and_an_unknown_backend_is_refused():
+    arguments = operands(SIZES["one tile"], 0.4, keep=True, valid=False)
+    assert torch.equal(active_block(*arguments), active_block(*arguments, backend="eager"))
+    with pytest.raises(ValueError, match="unknown backend 'fast'"):
+        active_block(*arguments, backend="fast")
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict]:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed: the kernel cannot run")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, cwd=ROOT, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("name", SIZES)
+def test_the_kernel_errs_at_most_twice_as_much_as_the_library(measured, name, share):
+    for case in measured[f"{name}, {share}"]:
+        assert case["untouched"], case
+        assert case["kernel"] <= 2 * case["library"] + ROUNDING, case
+
+
+def _measure() -> None:
+    """Print one JSON object: the errors of kernel and library for every case."""
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written holds NaN
+    found: dict[str, list] = {}
+    sizes = {**SIZES, **(ON_A_GPU if on_gpu else {})}
+    for name, size in sizes.items():
+        for share, number in SHARES.items():
+            for keep, valid in ((False, False), (True, True)):
+                given = operands(size, number, keep=keep, valid=valid)
+                exact = active_block(*cast(given, torch.float64), backend="reference")
+                for dtype in (torch.float32, torch.bfloat16) if on_gpu else (torch.float32,):
+                    arguments = cast(given, dtype, device)
+                    with torch.no_grad():
+                        kernel, library = (active_block(*arguments, backend=b) for b in ("kernel", "eager"))
+                    active, h = arguments[4], arguments[0]
+                    case = {"keep": keep, "valid": valid, "dtype": str(dtype), "kernel": error(kernel, exact)}
+                    case["library"] = error(library, exact)
+                    case["untouched"] = bool(torch.equal(kernel[~active], h[~active]))
+                    found.setdefault(f"{name}, {share}", []).append(case)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _measure()

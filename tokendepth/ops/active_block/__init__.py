@@ -1,0 +1,58 @@
+"""A block for its active tokens: query, attention row, output projection and feed-forward; the others pass unchanged.
+
+Keys and values are there already, for every token. Inference alone: it has no gradient where the kernel runs.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokendepth.ops.backend import has_triton
+
+__all__ = ["BlockWeights", "active_block"]
+
+
+class BlockWeights(NamedTuple):
+    """Of one block, each `[out, in]`; the projection of keys and values is not among them."""
+
+    query: Tensor
+    out: Tensor
+    norm: Tensor
+    norm_bias: Tensor
+    up: Tensor
+    up_bias: Tensor
+    down: Tensor
+    down_bias: Tensor
+
+
+def active_block(
+    h: Tensor,
+    x: Tensor,
+    k: Tensor,
+    v: Tensor,
+    active: Tensor,
+    weights: BlockWeights,
+    keep: Tensor | None = None,
+    key_valid: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """h, x: `[batch, time, d]`, the state and what the first norm made of it. k, v: `[batch, head, keys, width]`.
+
+    active: `[batch, time]` bool; its columns are the last `time` of the keys. keep: `[batch, time]`, what an active
+    token keeps of its updates, all unless given. key_valid: `[batch, keys]`, False where a key must not be seen (a
+    token always sees its own). Returns h with the active rows replaced. The kernel asks nothing of the host: counts
+    stay on the device, so it can be captured in a graph.
+    """
+    if backend == "auto":
+        low = h.is_cuda and h.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+        backend = "kernel" if low and has_triton() else "eager"
+    if backend == "kernel":
+        from tokendepth.ops.active_block.kernel import kernel as run
+    elif backend == "eager":
+        from tokendepth.ops.active_block.eager import eager as run
+    elif backend == "reference":
+        from tokendepth.ops.active_block.reference import reference as run
+    else:
+        raise ValueError(f"unknown backend {backend!r}: not one of auto, reference, eager, kernel")
+    return run(h, x, k, v, active, weights, keep, key_valid)
