@@ -54,8 +54,8 @@ model with binary decisions at its threshold, which is what skipping does; under
 
 {rule}
 
-One per cent is more than any difference that the paper reports: that two losses are reproduced does not make the
-difference between them so. The findings below look at the differences.
+One per cent is more than the differences between models on which the paper's claims rest (0.4% to 0.7%): that two
+losses are reproduced does not make the difference between them so. The findings below look at the differences.
 
 | verdict | numbers |
 |---|--:|
