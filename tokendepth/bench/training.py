@@ -1,5 +1,5 @@
-"""What adaptivity costs in training: the steps of TSA and of early exit against the dense one, interleaved, and one
-whole run."""
+"""What adaptivity costs in training: the steps of TSA, of early exit and of budget routing that skips against the dense
+one, interleaved; and one whole run."""
 
 import statistics
 import tempfile
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tokendepth.config import (
+    BudgetConfig,
     DataConfig,
     DenseConfig,
     EarlyExitConfig,
@@ -65,7 +66,8 @@ def _written(results: Path, row: Row) -> Row:
 def _training_step(model: ModelConfig, batch: int, device: torch.device, repeats: int) -> Row:
     dice = np.random.default_rng(0)
     inputs = dice.integers(model.vocab_size, size=(batch, model.context))
-    methods: dict[str, MethodConfig] = {"dense": DenseConfig(), "tsa": TSAConfig()}
+    skipping = BudgetConfig(budget=0.4, dial=False, distill=0)
+    methods: dict[str, MethodConfig] = {"dense": DenseConfig(), "tsa": TSAConfig(), "budget": skipping}
     if model.vocab_size < 10_000:  # beyond, the logits of every exit do not fit
         methods["early_exit"] = EarlyExitConfig()
     times: dict[str, list[float]] = {name: [] for name in methods}
@@ -90,7 +92,7 @@ def _training_step(model: ModelConfig, batch: int, device: torch.device, repeats
         "dtype": "bfloat16, compiled, CUDA graph" if device.type == "cuda" else "float32, eager",
         **{f"{name}_ms": quartiles(values) for name, values in times.items()},
         "ratio": ratios["tsa"],
-        **({"early_exit_ratio": ratios["early_exit"]} if "early_exit" in ratios else {}),
+        **{f"{name}_ratio": ratios[name] for name in ("budget", "early_exit") if name in ratios},
         "repeats": repeats,
         **environment(device),
     }
