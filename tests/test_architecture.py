@@ -23,7 +23,7 @@ LAYERS: tuple[set[str], ...] = (
     {"arguments"},
     {"studies"},
     {"recipes", "report", "hf", "serve", "analysis", "bench"},
-    {"sweep", "auto", "calibrate", "train", "step", "progress", "evaluate", "generate", "describe", "doctor"},
+    {"sweep", "auto", "calibrate", "train", "step", "progress", "evaluate", "generate", "describe", "flops", "doctor"},
     {"model", "cache", "methods", "data"},
     {"ops"},
     {"config", "method_configs", "checks", "files", "runs", "lock", "results", "trace", "errors", "machine"},
