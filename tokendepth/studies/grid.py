@@ -55,9 +55,9 @@ class Deadline:
         return self.at is not None and time.monotonic() > self.at
 
 
-def missing(configs: dict[str, RunConfig], path: Path) -> dict[str, RunConfig]:
-    """Those configs of which the results file at `path` has no row."""
-    there = {same(from_dict(row["config"])) for row in read_rows(path)} if path.exists() else set()
+def missing(configs: dict[str, RunConfig], *paths: Path) -> dict[str, RunConfig]:
+    """Those configs of which none of the results files at `paths` has a row."""
+    there = {same(from_dict(row["config"])) for path in paths if path.exists() for row in read_rows(path)}
     found: dict[str, RunConfig] = {}
     for name, config in configs.items():
         if (key := same(config)) not in there:

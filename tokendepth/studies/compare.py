@@ -1,0 +1,161 @@
+"""Every method on one corpus: whatever its tables need and results/ does not hold yet is trained and measured.
+
+    from tokendepth.studies.compare import compare
+    compare("shakespeare", max_minutes=9)           # repeat it until it says that nothing is left
+
+First the runs, then the costs of each setting's first seed, when nothing else runs: the time of a forward pass on the
+CPU, the FLOPs of a training step, and what is in the cache of keys and values after reading a text. Costs need the
+trained model; where only its row is left, it is trained again for them.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tokendepth.config import DenseConfig, RunConfig, from_dict, to_dict
+from tokendepth.errors import UserError
+from tokendepth.progress import console
+from tokendepth.results import Row, add_rows
+from tokendepth.runs import Run
+from tokendepth.studies import grid, settings, tables
+from tokendepth.studies.grid import Deadline, Progress
+from tokendepth.studies.outcomes import COSTS, Outcomes
+from tokendepth.studies.settings import RUNS, Comparison, Setting
+
+BATCH = 8
+"""Sequences in the timed forward pass and in the cache that is looked into."""
+
+
+def compare(
+    corpus: str = "shakespeare",
+    *,
+    seeds: int | None = None,
+    quick: bool = False,
+    max_minutes: float | None = None,
+    out: Path = Path("runs/compare"),
+    results: Path = Path("results"),
+    workers: int | None = None,
+    show: bool = True,
+) -> Progress:
+    """Fill the rows of the comparison on `corpus`; run folders go to `out`, rows to `results`.
+
+    `quick` takes a miniature of everything, one seed on this CPU: it shows how it works and says nothing about any
+    method, so give it a `results` of its own.
+    """
+    comparison = settings.chosen(corpus)
+    if seeds is not None and seeds < 1:
+        raise UserError(f"--seeds is {seeds}; expected 1 or more")
+    if max_minutes is not None and not max_minutes > 0:
+        raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
+    count = 1 if quick else seeds or comparison.seeds
+    study = _Study(comparison, count, quick, Deadline.after(max_minutes), out, results, workers, show)
+    study.train()
+    study.measure()
+    return study.progress
+
+
+@dataclass
+class _Study:
+    comparison: Comparison
+    seeds: int
+    quick: bool
+    deadline: Deadline
+    out: Path
+    results: Path
+    workers: int | None
+    show: bool
+    progress: Progress = field(default_factory=lambda: Progress({}, []))
+
+    def say(self, line: str) -> None:
+        if self.show:
+            console.print(line, markup=False, soft_wrap=True)
+
+    def fill(self, configs: dict[str, RunConfig], rows: Path) -> None:
+        tokens = tables.MINIATURE_TOKENS if self.quick else self.comparison.tokens
+        how = {"workers": self.workers, "tokens": tokens, "here": self.quick, "show": self.show}
+        found = grid.fill(configs, self.out, rows, self.deadline, **how)
+        self.progress = Progress(self.progress.failed | found.failed, [*self.progress.left, *found.left])
+
+    # -- runs
+
+    def train(self) -> None:
+        configs = {
+            name: config
+            for setting in self.comparison.settings
+            for name, config in settings.runs(setting, self.comparison.corpus, self.seeds, quick=self.quick).items()
+        }
+        todo = grid.missing(configs, *(self.results / name for name in self.comparison.files))
+        self.say(f"{len(configs)} runs, {len(todo)} without a row in {self.results}")
+        self.fill(todo, self.results / RUNS)
+
+    # -- costs
+
+    def measure(self) -> None:
+        outcomes = Outcomes.read(self.results, self.comparison, quick=self.quick)
+        todo = [s for s in self.comparison.settings if outcomes.first_row(s) and outcomes.cost(s) is None]
+        self.say(f"{len(todo)} settings whose costs are not measured")
+        trained = self._at_hand([setting for setting in todo if setting.method != "dense"])
+        for setting in todo:
+            row = outcomes.first_row(setting)
+            assert row is not None
+            run = trained.get(setting)
+            if self.deadline.passed() or (run is None and setting.method != "dense"):
+                self.progress.left.append(f"costs of {setting.title}")
+                continue
+            at = setting.point(row)
+            facts = _costs(from_dict(row["config"]), run, at, self._dense_shape(outcomes), 3 if self.quick else 15)
+            add_rows(self.results / COSTS, [{"name": row["name"], "at": at, **facts}], identity=("config", "at"))
+            self.say(f"{setting.title}: {facts['time']['speedup']:.2f} of dense speed on the CPU")
+
+    def _at_hand(self, wanted: list[Setting]) -> dict[Setting, Run]:
+        """The trained models of first seeds, trained again where only rows are left of them."""
+        corpus = self.comparison.corpus
+        first = {setting: settings.runs(setting, corpus, 1, quick=self.quick) for setting in wanted}
+        # The folders' own list of rows goes where they go, so that what is lost with them is not taken for there.
+        self.fill({name: config for runs in first.values() for name, config in runs.items()}, self.out / RUNS)
+        found = {setting: Run(self.out / name) for setting, runs in first.items() for name in runs}
+        return {setting: run for setting, run in found.items() if run.finished}
+
+    def _dense_shape(self, outcomes: Outcomes) -> RunConfig:
+        """The model with six plain layers, against which all are timed."""
+        config = outcomes.configs[self.comparison.settings[0]]
+        assert isinstance(config.method, DenseConfig)
+        return config
+
+
+def _costs(config: RunConfig, run: Run | None, at: float | None, dense: RunConfig, repeats: int) -> Row:
+    """What the model of a run costs when it is executed `at` a point of its curve; without a run, untrained."""
+    import torch
+
+    from tokendepth import data
+    from tokendepth.evaluate import batches, execute_at, load_model, time_forward
+    from tokendepth.flops import training_flops
+    from tokendepth.machine import environment
+    from tokendepth.methods import build
+
+    cpu, dataset = torch.device("cpu"), data.load(config.data)
+    model = build(config).eval() if run is None else load_model(run, cpu)
+    if run is not None and at is not None:
+        execute_at(model, run, at, dataset)
+    ids = next(batches(dataset, "val", config.model.context, cpu))[0][:BATCH]
+    dense = replace(dense, model=replace(dense.model, vocab_size=config.model.vocab_size))
+    return {
+        "config": to_dict(config),
+        "training_flops_per_token": training_flops(config),
+        **_cached(model, ids),
+        "time": time_forward(model, dense, ids, batch=BATCH, repeats=repeats),
+        "env": environment(cpu),
+    }
+
+
+def _cached(model, ids) -> Row:
+    """Bytes of keys and values a token, in float32: what is in the cache after reading `ids`, and the room it takes."""
+    import torch
+
+    from tokendepth.cache import KVCache
+
+    layers, width = model.method.cache_layers, 2 * 4 * model.config.d_model
+    cache = KVCache(model.config, len(ids), ids.shape[1], layers=layers, like=model.embedding.weight)
+    with torch.no_grad():
+        model(ids, execution="sparse", cache=cache)
+    stored = cache.valid.sum().item() / ids.numel()
+    return {"kv_bytes_per_token": stored * width, "kv_bytes_reserved_per_token": layers * width}
