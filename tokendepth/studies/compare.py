@@ -63,7 +63,7 @@ class _Study:
     results: Path
     workers: int | None
     show: bool
-    progress: Progress = field(default_factory=lambda: Progress({}, []))
+    progress: Progress = field(default_factory=Progress)
 
     def say(self, line: str) -> None:
         if self.show:
@@ -72,8 +72,7 @@ class _Study:
     def fill(self, configs: dict[str, RunConfig], rows: Path) -> None:
         tokens = tables.MINIATURE_TOKENS if self.quick else self.comparison.tokens
         how = {"workers": self.workers, "tokens": tokens, "here": self.quick, "show": self.show}
-        found = grid.fill(configs, self.out, rows, self.deadline, **how)
-        self.progress = Progress(self.progress.failed | found.failed, [*self.progress.left, *found.left])
+        self.progress.add(grid.fill(configs, self.out, rows, self.deadline, **how))
 
     # -- runs
 

@@ -7,7 +7,7 @@ was handed back. The folders are what an interrupted call goes on from.
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokendepth.config import RunConfig, from_dict, to_dict
@@ -34,12 +34,16 @@ def same(config: RunConfig, *, seed: bool = True) -> str:
     return json.dumps(tree, sort_keys=True)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Progress:
-    failed: dict[str, str]
+    failed: dict[str, str] = field(default_factory=dict)
     """Name and last words of the runs that failed."""
-    left: list[str]
-    """What there was no time for."""
+    left: list[str] = field(default_factory=list)
+    """What there was no time for; the next call goes on with it."""
+
+    def add(self, other: "Progress") -> None:
+        self.failed |= other.failed
+        self.left += other.left
 
 
 @dataclass(frozen=True)

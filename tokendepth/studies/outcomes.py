@@ -76,9 +76,21 @@ class Outcomes:
         values = tuple(getattr(one, name) for one in self.executed(setting))
         return Stat(values) if values else None
 
+    def curve(self, setting: Setting) -> list[tuple[float, float, float]]:
+        """FLOPs per token, mean loss and its standard deviation at every point of a model's curve, cheapest first."""
+        curves = [row["evaluation"]["curve"] for row in self._seeds(setting).values()]
+        places = []
+        for points in zip(*curves, strict=True):
+            cost, loss = (
+                Stat(tuple(p["flops_per_token"] for p in points)),
+                Stat(tuple(p["sparse"]["loss"] for p in points)),
+            )
+            places.append((cost.mean, loss.mean, loss.std or 0.0))
+        return sorted(places)
+
     def has_matched_parameters(self, setting: Setting) -> bool:
         mine, dense = (self.stat(one, "parameters") for one in (setting, self.comparison.settings[0]))
-        return bool(mine and dense) and abs(mine.mean / dense.mean - 1) <= TOLERANCE
+        return mine is not None and dense is not None and abs(mine.mean / dense.mean - 1) <= TOLERANCE
 
     # -- the dense models
 
@@ -123,7 +135,7 @@ def _experiment(config: RunConfig) -> str:
 
 def _executed(seed: int, row: Row, at: float | None) -> Executed:
     evaluation = row["evaluation"]
-    figures = evaluation if at is None else next(p for p in evaluation["curve"] if at in (_place(p)))
+    figures = evaluation if at is None else next(p for p in evaluation["curve"] if at in _place(p))
     mode, names = figures["sparse"], ("tlops_skipped", "flops_per_token")
     return Executed(
         seed, mode["loss"], mode["active_fraction"], *(figures[name] for name in names), evaluation["parameters"]

@@ -116,7 +116,8 @@ def runs(setting: Setting, corpus: str, seeds: int, *, quick: bool = False) -> d
     """One for each seed, by its name."""
     found = variants(f"{corpus}.{setting.cell}", seeds)
     if quick:  # all layers stay: how many there are is what is compared
-        found = {name: tables.miniature(config, layers=6) for name, config in found.items()}
+        small = {name: tables.miniature(config, layers=max(LAYERS)) for name, config in found.items()}
+        found = {n: replace(c, train=replace(c.train, eval_every=c.train.steps)) for n, c in small.items()}
     return {_renamed(name, made): made for name, made in _matched(found).items()} if setting.matched else found
 
 
