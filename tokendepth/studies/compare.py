@@ -8,21 +8,18 @@ CPU, the FLOPs of a training step, and what is in the cache of keys and values a
 trained model; where only its row is left, it is trained again for them.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokendepth.config import DenseConfig, RunConfig, from_dict, to_dict
+from tokendepth.config import RunConfig, from_dict
 from tokendepth.errors import UserError
 from tokendepth.progress import console
-from tokendepth.results import Row, add_rows
+from tokendepth.results import add_rows
 from tokendepth.runs import Run
 from tokendepth.studies import grid, settings, tables
 from tokendepth.studies.grid import Deadline, Progress
 from tokendepth.studies.outcomes import COSTS, Outcomes
 from tokendepth.studies.settings import RUNS, Comparison, Setting
-
-BATCH = 8
-"""Sequences in the timed forward pass and in the cache that is looked into."""
 
 
 def compare(
@@ -89,21 +86,24 @@ class _Study:
     # -- costs
 
     def measure(self) -> None:
+        from tokendepth.bench import costs
+
         outcomes = Outcomes.read(self.results, self.comparison, quick=self.quick)
         todo = [s for s in self.comparison.settings if outcomes.first_row(s) and outcomes.cost(s) is None]
         self.say(f"{len(todo)} settings whose costs are not measured")
-        trained = self._at_hand([setting for setting in todo if setting.method != "dense"])
+        decides = [setting for setting in todo if setting.method != "dense"]
+        trained = {} if self.deadline.passed() else self._at_hand(decides)
+        dense = outcomes.configs[self.comparison.settings[0]]  # six plain layers: all are timed against them
         for setting in todo:
-            row = outcomes.first_row(setting)
+            run, row = trained.get(setting), outcomes.first_row(setting)
             assert row is not None
-            run = trained.get(setting)
-            if self.deadline.passed() or (run is None and setting.method != "dense"):
+            if self.deadline.passed() or (setting in decides and run is None):
                 self.progress.left.append(f"costs of {setting.title}")
                 continue
-            at = setting.point(row)
-            facts = _costs(from_dict(row["config"]), run, at, self._dense_shape(outcomes), 3 if self.quick else 15)
-            add_rows(self.results / COSTS, [{"name": row["name"], "at": at, **facts}], identity=("config", "at"))
-            self.say(f"{setting.title}: {facts['time']['speedup']:.2f} of dense speed on the CPU")
+            at, repeats = setting.point(row), 3 if self.quick else 15
+            found = costs.measure(from_dict(row["config"]), run, at, dense, repeats=repeats)
+            add_rows(self.results / COSTS, [{"name": row["name"], "at": at, **found}], identity=("config", "at"))
+            self.say(f"{setting.title}: {found['time']['speedup']:.2f} of the dense speed")
 
     def _at_hand(self, wanted: list[Setting]) -> dict[Setting, Run]:
         """The trained models of first seeds, trained again where only rows are left of them."""
@@ -113,48 +113,3 @@ class _Study:
         self.fill({name: config for runs in first.values() for name, config in runs.items()}, self.out / RUNS)
         found = {setting: Run(self.out / name) for setting, runs in first.items() for name in runs}
         return {setting: run for setting, run in found.items() if run.finished}
-
-    def _dense_shape(self, outcomes: Outcomes) -> RunConfig:
-        """The model with six plain layers, against which all are timed."""
-        config = outcomes.configs[self.comparison.settings[0]]
-        assert isinstance(config.method, DenseConfig)
-        return config
-
-
-def _costs(config: RunConfig, run: Run | None, at: float | None, dense: RunConfig, repeats: int) -> Row:
-    """What the model of a run costs when it is executed `at` a point of its curve; without a run, untrained."""
-    import torch
-
-    from tokendepth import data
-    from tokendepth.evaluate import batches, execute_at, load_model, time_forward
-    from tokendepth.flops import training_flops
-    from tokendepth.machine import environment
-    from tokendepth.methods import build
-
-    cpu, dataset = torch.device("cpu"), data.load(config.data)
-    model = build(config).eval() if run is None else load_model(run, cpu)
-    if run is not None and at is not None:
-        execute_at(model, run, at, dataset)
-    ids = next(batches(dataset, "val", config.model.context, cpu))[0][:BATCH]
-    dense = replace(dense, model=replace(dense.model, vocab_size=config.model.vocab_size))
-    return {
-        "config": to_dict(config),
-        "training_flops_per_token": training_flops(config),
-        **_cached(model, ids),
-        "time": time_forward(model, dense, ids, batch=BATCH, repeats=repeats),
-        "env": environment(cpu),
-    }
-
-
-def _cached(model, ids) -> Row:
-    """Bytes of keys and values a token, in float32: what is in the cache after reading `ids`, and the room it takes."""
-    import torch
-
-    from tokendepth.cache import KVCache
-
-    layers, width = model.method.cache_layers, 2 * 4 * model.config.d_model
-    cache = KVCache(model.config, len(ids), ids.shape[1], layers=layers, like=model.embedding.weight)
-    with torch.no_grad():
-        model(ids, execution="sparse", cache=cache)
-    stored = cache.valid.sum().item() / ids.numel()
-    return {"kv_bytes_per_token": stored * width, "kv_bytes_reserved_per_token": layers * width}

@@ -87,9 +87,10 @@ def matched_flops(outcomes: Outcomes) -> str:
     return table([*TITLES[:2], "dense, same FLOPs", "difference", *TITLES[2:]], rows)
 
 
-def table(titles: list[str], rows: list[list[str]]) -> str:
+def table(titles: list[str], rows: list[list[str]], *, words: int = 1) -> str:
+    """The first `words` columns are words, the others numbers."""
     rows = rows or [[NOT_RUN, *[""] * (len(titles) - 1)]]
-    lines = [titles, ["---", *["--:"] * (len(titles) - 1)], *rows]
+    lines = [titles, ["---"] * words + ["--:"] * (len(titles) - words), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 

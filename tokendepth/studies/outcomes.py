@@ -70,7 +70,8 @@ class Outcomes:
         if first is None:
             return []
         at, seeds = setting.point(first), self._seeds(setting)
-        return [_executed(seed, seeds[seed], at) for seed in sorted(seeds)]
+        found = ((seed, seeds[seed], _point(seeds[seed], at)) for seed in sorted(seeds))
+        return [_executed(seed, row, figures) for seed, row, figures in found if figures]
 
     def stat(self, setting: Setting, name: str) -> Stat | None:
         values = tuple(getattr(one, name) for one in self.executed(setting))
@@ -133,14 +134,20 @@ def _experiment(config: RunConfig) -> str:
     return same(config, seed=False)
 
 
-def _executed(seed: int, row: Row, at: float | None) -> Executed:
-    evaluation = row["evaluation"]
-    figures = evaluation if at is None else next(p for p in evaluation["curve"] if at in _place(p))
-    mode, names = figures["sparse"], ("tlops_skipped", "flops_per_token")
+def _point(row: Row, at: float | None) -> Row | None:
+    """The evaluation of a row, or what its curve has at one place."""
+    if at is None:
+        return row["evaluation"]
+    points = row["evaluation"]["curve"]
+    return next((point for point in points if at in (point.get("budget"), point.get("threshold"))), None)
+
+
+def _executed(seed: int, row: Row, figures: Row) -> Executed:
     return Executed(
-        seed, mode["loss"], mode["active_fraction"], *(figures[name] for name in names), evaluation["parameters"]
+        seed=seed,
+        loss=figures["sparse"]["loss"],
+        active_fraction=figures["sparse"]["active_fraction"],
+        tlops_skipped=figures["tlops_skipped"],
+        flops_per_token=figures["flops_per_token"],
+        parameters=row["evaluation"]["parameters"],
     )
-
-
-def _place(point: Row) -> tuple[float | None, float | None]:
-    return point.get("budget"), point.get("threshold")
