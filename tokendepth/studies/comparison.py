@@ -24,8 +24,9 @@ rows come from `tokendepth compare`; what has no row yet is `not run`. What each
 between layers get a wider feed-forward network for it; Switch, whose experts multiply them, a narrower one.
 
 **Matched FLOPs** holds everything. What a method executes cannot always be set, so the dense models come to it: beside
-each loss stands that of dense models at the same executed FLOPs, on the straight line between the numbers of layers
-({min(LAYERS)} to {max(LAYERS)}) of the same seeds; `outside` is where none of them costs as little or as much.
+each loss stands that of dense models at the same executed FLOPs, on the straight line between the numbers of layers,
+{min(LAYERS)} to {max(LAYERS)}, of the same seeds. Up to {TOLERANCE:.0%} beyond the ends the last one stands for it,
+since routers cost a little more than the layers that they guard; further off it is `outside`.
 
 - **loss**: nats per character on validation text, executed; mean ± standard deviation over n seeds.
 - **work skipped**: share of the method's own token-layer work that was not executed.

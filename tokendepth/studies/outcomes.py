@@ -120,12 +120,16 @@ class Outcomes:
 
 
 def interpolate(line: list[tuple[float, float]], x: float) -> float | str:
-    """The height at `x` of the straight pieces between the points of `line`, or that it does not reach so far."""
-    right = bisect.bisect_left([place for place, _ in line], x)
-    if right < len(line) and line[right][0] == x:
-        return line[right][1]
-    if right in (0, len(line)):
+    """The height at `x` of the straight pieces between the points of `line`, or that it does not reach so far.
+
+    Just beyond an end its height still counts: routers cost a little more than the layers that they guard.
+    """
+    places = [place for place, _ in line]
+    if not places[0] * (1 - TOLERANCE) <= x <= places[-1] * (1 + TOLERANCE):
         return OUTSIDE
+    right = bisect.bisect_left(places, x)
+    if right in (0, len(line)):
+        return line[min(right, len(line) - 1)][1]
     (x0, y0), (x1, y1) = line[right - 1], line[right]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 

@@ -103,10 +103,10 @@ def _in_words(method: str, shown: list[tuple[Outcomes, Setting]]) -> str:
     return "\n".join(parts)
 
 
-PHRASES = {
-    "training FLOPs": "times the dense model's FLOPs in training",
-    "parameters": "times its parameters",
-    "keys and values": "times its keys and values",
+WEIGHED = {
+    "training FLOPs": "the dense FLOPs in training",
+    "parameters": "the dense parameters",
+    "keys and values": "the dense keys and values",
 }
 
 
@@ -119,11 +119,11 @@ def weigh(outcomes: Outcomes, setting: Setting) -> tuple[list[str], list[str]]:
         words = f"loss {percent(against[1])} against dense models of the same executed FLOPs"
         (good if verdict == "better" else bad).append(words)
     ratios = costs_to_dense(outcomes, setting)
-    for name, phrase in PHRASES.items():
+    for name, words in WEIGHED.items():
         if abs(ratios.get(name, 1.0) - 1) > NOTABLE:
-            (good if ratios[name] < 1 else bad).append(f"{ratios[name]:.2f} {phrase}")
+            (good if ratios[name] < 1 else bad).append(f"{ratios[name]:.2f} of {words}")
     if abs(ratios.get("speed", 1.0) - 1) > NOTABLE:
-        words = f"{ratios['speed']:.2f} times its speed on a CPU at {ratios['FLOPs']:.2f} times its FLOPs"
+        words = f"{ratios['speed']:.2f} of the dense speed on a CPU at {ratios['FLOPs']:.2f} of its FLOPs"
         (good if ratios["speed"] > 1 else bad).append(words)
     return good, bad
 

@@ -19,7 +19,7 @@ Level = Literal["half", "mild", "any"]
 """The budget that a setting aims at; any where it aims at none."""
 LAYERS = (6, 5, 4, 3, 2)
 TOLERANCE = 0.03
-"""Parameters count as matched within this share of the dense model's."""
+"""Parameters and FLOPs count as matched within this share of the dense model's."""
 
 
 @dataclass(frozen=True)
