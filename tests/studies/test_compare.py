@@ -108,6 +108,17 @@ def test_out_of_time_it_says_what_is_left(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
+def test_a_call_measures_the_costs_of_what_it_trained(tmp_path, monkeypatch):
+    """Its run folders may be gone before the next one."""
+    monkeypatch.setattr("tokendepth.studies.compare.TRAINING", 2 / 6000)  # two seconds of a hundred minutes
+    how = {"quick": True, "out": tmp_path / "runs", "results": tmp_path / "results", "show": False}
+    left = compare("enwik8", max_minutes=100, **how).left
+    assert left
+    assert not any(name.startswith("costs") for name in left)
+    rows, costs = (read_rows(tmp_path / "results" / name) for name in (RUNS, COSTS))
+    assert {row["name"] for row in rows} == {row["name"] for row in costs}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

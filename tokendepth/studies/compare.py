@@ -5,7 +5,8 @@
 
 First the runs, then the costs of each setting's first seed, when nothing else runs: the time of a forward pass on the
 CPU, the FLOPs of a training step, and what is in the cache of keys and values after reading a text. Costs need the
-trained model; where only its row is left, it is trained again for them.
+trained model, so part of a call's time is kept for the runs that it has at hand; where only a row is left, the model is
+trained again, once there is nothing else to train.
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from tokendepth.studies import grid, settings, tables
 from tokendepth.studies.grid import Deadline, Progress
 from tokendepth.studies.outcomes import COSTS, Outcomes
 from tokendepth.studies.settings import RUNS, Comparison, Setting
+
+TRAINING = 0.8
+"""Share of the time of a call after which no run is trained any more."""
 
 
 def compare(
@@ -44,7 +48,8 @@ def compare(
     if max_minutes is not None and not max_minutes > 0:
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
     count = 1 if quick else seeds or comparison.seeds
-    study = _Study(comparison, count, quick, Deadline.after(max_minutes), out, results, workers, show)
+    training, deadline = (Deadline.after(max_minutes and share * max_minutes) for share in (TRAINING, 1.0))
+    study = _Study(comparison, count, quick, training, deadline, out, results, workers, show)
     study.train()
     study.measure()
     return study.progress
@@ -55,6 +60,7 @@ class _Study:
     comparison: Comparison
     seeds: int
     quick: bool
+    training: Deadline
     deadline: Deadline
     out: Path
     results: Path
@@ -69,7 +75,7 @@ class _Study:
     def fill(self, configs: dict[str, RunConfig], rows: Path) -> None:
         tokens = tables.MINIATURE_TOKENS if self.quick else self.comparison.tokens
         how = {"workers": self.workers, "tokens": tokens, "here": self.quick, "show": self.show}
-        self.progress.add(grid.fill(configs, self.out, rows, self.deadline, **how))
+        self.progress.add(grid.fill(configs, self.out, rows, self.training, **how))
 
     # -- runs
 
@@ -86,30 +92,35 @@ class _Study:
     # -- costs
 
     def measure(self) -> None:
-        from tokendepth.bench import costs
-
         outcomes = Outcomes.read(self.results, self.comparison, quick=self.quick)
         todo = [s for s in self.comparison.settings if outcomes.first_row(s) and outcomes.cost(s) is None]
         self.say(f"{len(todo)} settings whose costs are not measured")
-        decides = [setting for setting in todo if setting.method != "dense"]
-        trained = {} if self.deadline.passed() else self._at_hand(decides)
+        left = self._measure(outcomes, todo)
+        if left and not self.progress.left and not self.training.passed():
+            # Rows of the folders' own go where the folders go: what is lost with them is not taken for there.
+            self.fill({name: config for one in left for name, config in self._first(one).items()}, self.out / RUNS)
+            left = self._measure(outcomes, left)
+        self.progress.left += [f"costs of {setting.title}" for setting in left]
+
+    def _measure(self, outcomes: Outcomes, todo: list[Setting]) -> list[Setting]:
+        """The costs of those whose trained models are at hand, or that need none; the others are returned."""
+        from tokendepth.bench import costs
+
+        left = []
         dense = outcomes.configs[self.comparison.settings[0]]  # six plain layers: all are timed against them
         for setting in todo:
-            run, row = trained.get(setting), outcomes.first_row(setting)
+            row, (name,) = outcomes.first_row(setting), self._first(setting)
             assert row is not None
-            if self.deadline.passed() or (setting in decides and run is None):
-                self.progress.left.append(f"costs of {setting.title}")
+            run = None if setting.method == "dense" else Run(self.out / name)
+            if self.deadline.passed() or (run is not None and not run.finished):
+                left.append(setting)
                 continue
             at, repeats = setting.point(row), 3 if self.quick else 15
             found = costs.measure(from_dict(row["config"]), run, at, dense, repeats=repeats)
             add_rows(self.results / COSTS, [{"name": row["name"], "at": at, **found}], identity=("config", "at"))
             self.say(f"{setting.title}: {found['time']['speedup']:.2f} of the dense speed")
+        return left
 
-    def _at_hand(self, wanted: list[Setting]) -> dict[Setting, Run]:
-        """The trained models of first seeds, trained again where only rows are left of them."""
-        corpus = self.comparison.corpus
-        first = {setting: settings.runs(setting, corpus, 1, quick=self.quick) for setting in wanted}
-        # The folders' own list of rows goes where they go, so that what is lost with them is not taken for there.
-        self.fill({name: config for runs in first.values() for name, config in runs.items()}, self.out / RUNS)
-        found = {setting: Run(self.out / name) for setting, runs in first.items() for name in runs}
-        return {setting: run for setting, run in found.items() if run.finished}
+    def _first(self, setting: Setting) -> dict[str, RunConfig]:
+        """The run of the first seed, by its name."""
+        return settings.runs(setting, self.comparison.corpus, 1, quick=self.quick)
