@@ -16,6 +16,7 @@ from tests.tiny import hashes
 from tokendepth.cli import main, parse
 from tokendepth.config import DenseConfig
 from tokendepth.methods import METHODS
+from tokendepth.report.figures import Drawing
 from tokendepth.report.schematic import ATTENDED, SCHEMATICS, WORKED
 from tokendepth.report.summary import Stat
 from tokendepth.results import read_rows
@@ -243,6 +244,7 @@ def test_a_page_has_its_equation_figure_and_command(method):
     page = (ROOT / "docs" / "methods" / f"{method}.md").read_text()
     assert "```math" in page
     assert f"figures/method-{method}.png" in page
+    assert SCHEMATICS[method].caption in page.replace("\n", " ")
     assert f"<!-- numbers: {method} -->" in page
     commands = re.search(r"```sh\n(.*?)```", page, re.DOTALL)
     assert commands
@@ -252,7 +254,8 @@ def test_a_page_has_its_equation_figure_and_command(method):
 
 def test_a_page_says_what_is_good_and_bad():
     found = made_up(loss=2.6, flops=3.5e6)
-    page = pages.render("<!-- numbers: budget -->\nold\n<!-- end -->", [found])
+    drawing = {"budget": [Drawing("name", "caption", b"", b"")]}
+    page = pages.render("<!-- numbers: budget -->\nold\n<!-- end -->", [found], drawing)
     assert "old" not in page
     assert re.search(r"\*\*Good at.*?\*\*\n\n- Tiny-Shakespeare, budget 0.4: loss -1.8\d% ± 0.0\d% against", page)
     assert "- Nothing that we measured." in page

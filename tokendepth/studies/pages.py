@@ -1,30 +1,43 @@
 """The generated parts of docs/methods/: what each method is good and bad at, by the numbers of the comparison.
 
-Whatever stands between `<!-- numbers: METHOD -->` and `<!-- end -->` is made from results/; the rest of a page is
-written by hand. COMPARISON.md and all figures are made beside it: python -m tokendepth.studies.pages
+Whatever stands between `<!-- numbers: METHOD -->` or `<!-- figure: METHOD -->` and `<!-- end -->` is generated, the
+numbers from results/; the rest of a page is written by hand. COMPARISON.md and all figures are made beside it:
+python -m tokendepth.studies.pages
 """
 
 import re
 from pathlib import Path
 
 from tokendepth.files import write_bytes
+from tokendepth.report.figures import Drawing
+from tokendepth.report.schematic import SCHEMATICS, schematic
 from tokendepth.results import Row
 from tokendepth.studies import comparison
 from tokendepth.studies.comparison import beside, judge, percent, table, wrapped
 from tokendepth.studies.evidence import NOT_RUN, show
 from tokendepth.studies.outcomes import OUTSIDE, Outcomes
 from tokendepth.studies.settings import COMPARISONS, Setting
+from tokendepth.studies.tradeoffs import LOOKS, draw
 
-PART = re.compile(r"(<!-- numbers: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PART = re.compile(r"(<!-- (numbers|figure): (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 CONTROLS = {"budget": "random"}
 """Whose page shows a control too."""
 NOTABLE = 0.05
 """A cost this far from the dense model's is worth a word."""
 
 
-def render(text: str, all_outcomes: list[Outcomes], figures: dict[str, str] | None = None) -> str:
-    """A page with its numbers made anew; `figures` are Markdown by method."""
-    return PART.sub(lambda m: m[1] + _numbers(m[2], all_outcomes) + (figures or {}).get(m[2], "") + m[4], text)
+def render(text: str, all_outcomes: list[Outcomes], figures: dict[str, list[Drawing]]) -> str:
+    """A page with its generated parts made anew; `figures` are each method's, how it works first."""
+
+    def made(kind: str, method: str) -> str:
+        first, *compared = (_picture(drawing) for drawing in figures[method])
+        return first if kind == "figure" else "\n".join([_numbers(method, all_outcomes), *compared])
+
+    return PART.sub(lambda m: m[1] + made(m[2], m[3]) + m[5], text)
+
+
+def _picture(drawing: Drawing) -> str:
+    return f"![](../figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
 
 
 def _numbers(method: str, all_outcomes: list[Outcomes]) -> str:
@@ -33,7 +46,7 @@ def _numbers(method: str, all_outcomes: list[Outcomes]) -> str:
     titles = ["corpus", "setting", "loss", "dense, same FLOPs", "difference", "FLOPs / dense", "training FLOPs / dense",
               "parameters / dense", "K/V / dense", "speed"]  # fmt: skip
     rows = [[o.comparison.title, s.title, *_figures(o, s)] for o, s in shown]
-    return "\n".join([*parts, table(titles, rows, words=2), _ABOUT, ""])
+    return "\n".join([*parts, table(titles, rows, words=2), f"{_ABOUT}\n"])
 
 
 _ABOUT = wrapped(
@@ -95,6 +108,8 @@ def _in_words(method: str, shown: list[tuple[Outcomes, Setting]]) -> str:
         for lines, phrases in zip((good, bad), weigh(outcomes, setting), strict=True):
             lines += [wrapped(f"{about}{'; '.join(phrases)}.")] if phrases else []
     if not good and not bad:
+        if all(outcomes.beside(setting) and outcomes.cost(setting) for outcomes, setting in shown):
+            return "By our numbers it is as good as dense models of the same cost, and costs what they cost.\n"
         return "Not enough of it has run yet to say what it is good and bad at; the table shows what has.\n"
     parts = []
     for heading, lines in (("Good at, by our numbers.", good), ("Bad at, by our numbers.", bad)):
@@ -143,23 +158,19 @@ def _best_layers(shown: list[tuple[Outcomes, Setting]]) -> str:
 
 def write(results: Path, docs: Path) -> None:
     """COMPARISON.md, the numbers of every page in methods/, and their figures."""
-    from tokendepth.report.schematic import SCHEMATICS, schematic
-    from tokendepth.studies.tradeoffs import LOOKS, draw
-
     comparison.write(results, docs / "COMPARISON.md")
     all_outcomes = [Outcomes.read(results, one) for one in COMPARISONS.values()]
     for method in SCHEMATICS:
-        drawings, pictures = [schematic(method)], ""
+        drawings = [schematic(method)]
         for outcomes in all_outcomes if method in LOOKS else []:
             ran = any(outcomes.stat(s, "loss") for s in outcomes.comparison.settings if s.method == method)
             if ran and (drawing := draw(outcomes, method)):
                 drawings.append(drawing)
-                pictures += f"\n![](../figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
         for drawing in drawings:
             write_bytes(docs / "figures" / f"{drawing.name}.svg", drawing.svg)
             write_bytes(docs / "figures" / f"{drawing.name}.png", drawing.png)
         page = docs / "methods" / f"{method}.md"
-        write_bytes(page, render(page.read_text(encoding="utf-8"), all_outcomes, {method: pictures}).encode())
+        write_bytes(page, render(page.read_text(encoding="utf-8"), all_outcomes, {method: drawings}).encode())
 
 
 if __name__ == "__main__":
