@@ -15,7 +15,7 @@ help:
 	@echo "make test    run the tests                        (ARGS='-k trace' picks some)"
 	@echo "make lint    ruff, ruff format and pyright"
 	@echo "make bench   run the tests, then the benchmarks   (ARGS are the benchmarks')"
-	@echo "make readme  make the README's tables and docs/REPRODUCTION.md anew from results/"
+	@echo "make readme  make the README's tables and the pages in docs/ anew from results/"
 	@echo "make clean   remove .venv, build output and caches; runs/ stays"
 
 demo: $(VENV)/.installed-demo
@@ -37,6 +37,7 @@ bench: $(VENV)/.installed-dev
 readme: $(VENV)/.installed-dev
 	@$(BIN)/python -m tokendepth.report.readme
 	@$(BIN)/python -m tokendepth.studies.document
+	@$(BIN)/python -m tokendepth.studies.pages
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.flops import count_flops
 from tests.tiny import tiny
 from tokendepth import data
 from tokendepth.cache import KVCache
@@ -42,6 +41,7 @@ from tokendepth.config import (
 )
 from tokendepth.evaluate import batches, load_model, measure
 from tokendepth.files import write_json
+from tokendepth.flops import count_flops
 from tokendepth.methods import METHODS, build
 from tokendepth.model import LanguageModel, Output
 from tokendepth.runs import Run

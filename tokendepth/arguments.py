@@ -1,5 +1,6 @@
 """Answer the mistakes that people make on a command line in one line each, before a parser answers in a box."""
 
+import dataclasses
 import typing
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ def check(arguments: list[str], commands: dict[str, type]) -> None:
         raise UserError(f"{command!r}: no such command; {did_you_mean(command, commands)}")
     hints = typing.get_type_hints(commands[command], include_extras=True)
     positional = {name: hint for name, hint in hints.items() if name == "recipe" or "Positional" in str(hint)}
-    own = {"--" + name.replace("_", "-"): hint for name, hint in hints.items() if name not in positional}
+    own = _flags({name: hint for name, hint in hints.items() if name not in positional})
     switches = {flag for flag, hint in own.items() if hint is bool}
     switches |= {flag.replace("--", "--no-", 1) for flag in switches}
     words, values = _split(rest, switches)
@@ -28,6 +29,16 @@ def check(arguments: list[str], commands: dict[str, type]) -> None:
         for flag in values:
             raise UserError(f"{flag}: unknown option of {command}; {did_you_mean(flag, own) if own else 'drop it'}")
         _check_words(words, list(positional.values()), command)
+
+
+def _flags(hints: dict[str, Any]) -> dict[str, Any]:
+    """Every option with its type; those of a part, such as --data.corpus, by their dotted names."""
+    found = {}
+    for name, hint in hints.items():
+        parts = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        inside = {f"{name}.{key}": kind for key, kind in parts.items()} or {name: hint}
+        found |= {"--" + key.replace("_", "-"): kind for key, kind in inside.items()}
+    return found
 
 
 def _split(arguments: list[str], switches: set[str]) -> tuple[list[str], dict[str, str | None]]:

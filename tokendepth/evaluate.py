@@ -131,12 +131,7 @@ def evaluate(
         return measure(model, stream(), forward)
 
     def point(at: float) -> dict[str, Any]:
-        if by_confidence:
-            assert isinstance(model.method, EarlyExit)
-            assert isinstance(model.method.exit, Confidence)
-            model.method.exit.threshold = at
-        else:
-            calibrate.set_budget(model, run, at, dataset)
+        execute_at(model, run, at, dataset)
         found = measure(model, stream(), lambda ids: model(ids, execution="sparse"))
         skipped = {"tlops_skipped": found.depth.tlops_saved, "flops_skipped": found.depth.flops_skipped}
         cost = {"flops_per_token": found.depth.flops / found.depth.tokens}
@@ -186,6 +181,16 @@ def evaluate(
 def has_curve(config: RunConfig) -> bool:
     """Whether one trained model of this config can be executed at several costs."""
     return isinstance(config.method, BudgetConfig) or _by_confidence(config)
+
+
+def execute_at(model: LanguageModel, run: Run, at: float, dataset: Dataset) -> None:
+    """Set what the model of a run with a curve spends: its budget, or the confidence at which tokens exit."""
+    if _by_confidence(run.config):
+        assert isinstance(model.method, EarlyExit)
+        assert isinstance(model.method.exit, Confidence)
+        model.method.exit.threshold = at
+    else:
+        calibrate.set_budget(model, run, at, dataset)
 
 
 def _by_confidence(config: RunConfig) -> bool:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.flops import count_flops
 from tokendepth.config import ACTConfig, ModelConfig, RunConfig
+from tokendepth.flops import count_flops
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel, Pass
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.flops import count_flops
 from tokendepth.config import BudgetConfig, ModelConfig, RunConfig
+from tokendepth.flops import count_flops
 from tokendepth.methods import build
 from tokendepth.methods.budget import SMALLEST_DRAW, Budget, _quantile
 from tokendepth.model import LanguageModel, Pass

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.flops import count_flops
 from tokendepth.config import EarlyExitConfig, ModelConfig, RunConfig
+from tokendepth.flops import count_flops
 from tokendepth.methods import build
 from tokendepth.methods.early_exit import Confidence, exit_distribution, oracle_exit
 from tokendepth.model import LanguageModel, Pass

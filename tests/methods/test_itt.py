@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.flops import count_flops
 from tokendepth.config import ITTConfig, ModelConfig, RunConfig
+from tokendepth.flops import count_flops
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel, Pass
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.flops import count_flops
 from tokendepth.config import MoDConfig, ModelConfig, RunConfig
+from tokendepth.flops import count_flops
 from tokendepth.methods import build
 from tokendepth.methods.mod import MoDBlock, membership, put_added, share_of, take, top_k
 from tokendepth.model import LanguageModel, Pass

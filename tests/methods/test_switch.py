@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.flops import count_flops
 from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig, RunConfig, SwitchConfig
+from tokendepth.flops import count_flops
 from tokendepth.methods import build
 from tokendepth.methods.switch import SwitchBlock
 from tokendepth.model import LanguageModel, Pass

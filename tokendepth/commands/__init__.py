@@ -3,7 +3,7 @@
 Imports are inside the commands, so that `tokendepth --help` does not load torch.
 """
 
-from tokendepth.commands.many import Bench, Reproduce, Sweep
+from tokendepth.commands.many import Bench, Compare, Reproduce, Sweep
 from tokendepth.commands.one import Calibrate, Demo, Describe, Doctor, Evaluate, Generate, Report, Train
 
 COMMANDS: tuple[type, ...] = (
@@ -13,6 +13,7 @@ COMMANDS: tuple[type, ...] = (
     Calibrate,
     Sweep,
     Reproduce,
+    Compare,
     Describe,
     Report,
     Generate,

@@ -5,9 +5,12 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
+
+if TYPE_CHECKING:
+    from tokendepth.studies.grid import Progress
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,58 @@ class Reproduce:
         settings["results"] = results
         done = reproduce(**settings)
         print(write(results, results.parent / "docs" / "REPRODUCTION.md", quick=self.quick))
-        for name, words in done.failed.items():
-            print(f"tokendepth: {name} failed: {words}", file=sys.stderr)
-        if done.left:
-            print(f"out of time: {len(done.left)} left, {done.left[0]} first; repeat the same line to go on")
-        if done.failed:
-            sys.exit(1)
+        _tell(done)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Of compare: the text on which the methods are compared."""
+
+    corpus: str = "shakespeare"
+    """shakespeare: two budgets, three seeds. enwik8: one budget, one seed."""
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Every method at the same budgets beside dense models and random routing: two tables, one figure.
+
+    What has its row in results/ is not repeated.
+    """
+
+    data: Compared = Compared()
+    seeds: int | None = None
+    """How many seeds each, from 0; by default as many as the comparison on this corpus has."""
+    quick: bool = False
+    """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
+    max_minutes: float | None = None
+    """Stop cleanly after this many minutes; the same line goes on."""
+    workers: int | None = None
+    """Runs at a time; by default 4 on a GPU and 1 on a CPU."""
+    out: Path = Path("runs/compare")
+    """Folder of the run folders."""
+    results: Path | None = None
+    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+
+    def __call__(self) -> None:
+        from tokendepth.studies.compare import compare
+        from tokendepth.studies.comparison import write
+
+        results = self.results or (self.out / "results" if self.quick else Path("results"))
+        settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        settings |= {"corpus": settings.pop("data").corpus, "results": results}
+        done = compare(**settings)
+        print(write(results, results.parent / "docs" / "COMPARISON.md", quick=self.quick))
+        _tell(done)
+
+
+def _tell(done: "Progress") -> None:
+    """What a study could not do."""
+    for name, words in done.failed.items():
+        print(f"tokendepth: {name} failed: {words}", file=sys.stderr)
+    if done.left:
+        print(f"out of time: {len(done.left)} left, {done.left[0]} first; repeat the same line to go on")
+    if done.failed:
+        sys.exit(1)
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,9 @@ class Evidence:
         configs = tables.experiments()
         return cls(
             read_rows(PAPER),
-            _by_experiment([row for name in RUN_FILES for row in rows(name)]),
-            _by_experiment(rows("routing.json")),
-            _by_experiment(rows("initialisation.json")),
+            by_experiment([row for name in RUN_FILES for row in rows(name)]),
+            by_experiment(rows("routing.json")),
+            by_experiment(rows("initialisation.json")),
             _one_device(rows("wallclock.json")),
             _one_device([row for row in rows("training.json") if row["benchmark"] == "training step"]),
             rows("reproduction_calls.json"),
@@ -118,7 +118,7 @@ def collapses(evidence: Evidence, label: str) -> bool | None:
     return None if soft is None or hard is None else hard.mean > 1.02 * soft.mean
 
 
-def _by_experiment(rows: list[Row]) -> dict[str, dict[int, Row]]:
+def by_experiment(rows: list[Row]) -> dict[str, dict[int, Row]]:
     found: dict[str, dict[int, Row]] = {}
     for row in rows:
         config = from_dict(row["config"])

@@ -7,7 +7,7 @@ was handed back. The folders are what an interrupted call goes on from.
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokendepth.config import RunConfig, from_dict, to_dict
@@ -34,12 +34,16 @@ def same(config: RunConfig, *, seed: bool = True) -> str:
     return json.dumps(tree, sort_keys=True)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Progress:
-    failed: dict[str, str]
+    failed: dict[str, str] = field(default_factory=dict)
     """Name and last words of the runs that failed."""
-    left: list[str]
-    """What there was no time for."""
+    left: list[str] = field(default_factory=list)
+    """What there was no time for; the next call goes on with it."""
+
+    def add(self, other: "Progress") -> None:
+        self.failed |= other.failed
+        self.left += other.left
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,9 @@ class Deadline:
         return self.at is not None and time.monotonic() > self.at
 
 
-def missing(configs: dict[str, RunConfig], path: Path) -> dict[str, RunConfig]:
-    """Those configs of which the results file at `path` has no row."""
-    there = {same(from_dict(row["config"])) for row in read_rows(path)} if path.exists() else set()
+def missing(configs: dict[str, RunConfig], *paths: Path) -> dict[str, RunConfig]:
+    """Those configs of which none of the results files at `paths` has a row."""
+    there = {same(from_dict(row["config"])) for path in paths if path.exists() for row in read_rows(path)}
     found: dict[str, RunConfig] = {}
     for name, config in configs.items():
         if (key := same(config)) not in there:

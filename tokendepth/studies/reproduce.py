@@ -19,19 +19,11 @@ from tokendepth.progress import console
 from tokendepth.results import Row, add_rows, read_rows
 from tokendepth.runs import Run
 from tokendepth.studies import grid, tables
-from tokendepth.studies.grid import Deadline
+from tokendepth.studies.grid import Deadline, Progress
 from tokendepth.studies.tables import Measurement, Table
 
 RUNS, ROUTING, INITIALISATION = "reproduction.json", "routing.json", "initialisation.json"
 CALLS = "reproduction_calls.json"
-
-
-@dataclass
-class Done:
-    failed: dict[str, str] = field(default_factory=dict)
-    """Name and last words of the runs that failed."""
-    left: list[str] = field(default_factory=list)
-    """What there was no time for; the next call goes on with it."""
 
 
 def reproduce(
@@ -45,7 +37,7 @@ def reproduce(
     device: str = "auto",
     workers: int | None = None,
     show: bool = True,
-) -> Done:
+) -> Progress:
     """Fill the rows of `table`, or of all but the scaling study; run folders go to `out`, rows to `results`.
 
     `quick` takes a miniature of everything, one seed on this CPU in about a minute: it shows how it works and says
@@ -80,7 +72,7 @@ class _Study:
     results: Path
     device: str
     show: bool
-    done: Done = field(default_factory=Done)
+    done: Progress = field(default_factory=Progress)
     new_runs: int = 0
     new_rows: int = 0
 
@@ -125,8 +117,7 @@ class _Study:
                 here=self.quick,
                 show=self.show,
             )
-            self.done.failed |= progress.failed
-            self.done.left += progress.left
+            self.done.add(progress)
 
     def _sized(self, config: RunConfig) -> RunConfig:
         return tables.miniature(config) if self.quick else config

@@ -199,9 +199,9 @@ MINIATURE = {
 MINIATURE_TOKENS = 192
 
 
-def miniature(config: RunConfig) -> RunConfig:
+def miniature(config: RunConfig, layers: int = 3) -> RunConfig:
     """The same experiment at a size that a CPU trains in a fraction of a second; nothing is downloaded for it."""
-    changes = {**MINIATURE, "model.n_layer": str(min(config.model.n_layer, 3))}
+    changes = {**MINIATURE, "model.n_layer": str(min(config.model.n_layer, layers))}
     if config.data.corpus in ("shakespeare", "enwik8"):
         changes["data.corpus"] = "stdlib"
     return override(config, changes)

@@ -1,0 +1,50 @@
+"""What a trained model costs beside its FLOPs: time on a CPU, a training step, keys and values."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tokendepth import data
+from tokendepth.cache import KVCache
+from tokendepth.config import RunConfig, to_dict
+from tokendepth.evaluate import batches, execute_at, load_model, time_forward
+from tokendepth.flops import training_flops
+from tokendepth.machine import environment
+from tokendepth.methods import build
+from tokendepth.model import LanguageModel
+from tokendepth.results import Row
+from tokendepth.runs import Run
+
+BATCH = 8
+"""Sequences in the timed forward pass, and in the cache that is looked into."""
+
+
+def measure(config: RunConfig, run: Run | None, at: float | None, dense: RunConfig, *, repeats: int = 15) -> Row:
+    """Costs of `run`'s model, executed `at` a point of its curve where it has one, and its time against `dense`.
+
+    Where nothing decides, no run is needed: an untrained model costs the same.
+    """
+    cpu, dataset = torch.device("cpu"), data.load(config.data)
+    model = build(config).eval() if run is None else load_model(run, cpu)
+    if run is not None and at is not None:
+        execute_at(model, run, at, dataset)
+    ids = next(batches(dataset, "val", config.model.context, cpu))[0][:BATCH]
+    dense = replace(dense, model=replace(dense.model, vocab_size=config.model.vocab_size))
+    return {
+        "config": to_dict(config),
+        "training_flops_per_token": training_flops(config),
+        **cached(model, ids),
+        "time": time_forward(model, dense, ids, batch=BATCH, repeats=repeats),
+        "env": environment(cpu),
+    }
+
+
+@torch.no_grad()
+def cached(model: LanguageModel, ids: Tensor) -> Row:
+    """Bytes of keys and values a token, in float32: what is in the cache after reading `ids`, and the room it takes."""
+    layers, width = model.method.cache_layers, 2 * 4 * model.config.d_model
+    cache = KVCache(model.config, len(ids), ids.shape[1], layers=layers, like=model.embedding.weight)
+    model(ids, execution="sparse", cache=cache)
+    stored = int(cache.valid.sum()) / ids.numel()
+    return {"kv_bytes_per_token": stored * width, "kv_bytes_reserved_per_token": layers * width}

@@ -1,0 +1,128 @@
+"""How each method spends depth, drawn: one column a token, one row a layer in the order in which they are passed."""
+
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from tokendepth.report.figures import WIDTH, Drawing, render, style
+from tokendepth.report.palette import ACTIVE, BETWEEN, COLOURS, INK, PAPER
+
+WORKED, KEPT, PASSED, ATTENDED = "#", "k", ".", "a"
+FILLS = {
+    WORKED: (ACTIVE + "aa", "worked on"),
+    KEPT: (BETWEEN, "passes by, leaves key and value"),
+    PASSED: (PAPER, "passes by, leaves nothing"),
+    ATTENDED: ("#cfe6e3", "attention only"),
+}
+EXPERTS = dict(zip("1234", (COLOURS[0], COLOURS[4], COLOURS[3], COLOURS[5]), strict=True))
+
+
+@dataclass(frozen=True)
+class Schematic:
+    caption: str
+    layers: tuple[tuple[str, str], ...]
+    """Label and one letter a token, the first layer first. A digit is the expert that worked on it."""
+    shared: tuple[tuple[int, int], ...] = ()
+    """First and last of the layers that are one and the same, weights and all."""
+
+
+_ALL = "#" * 10
+
+
+def _blocks(*rows: str) -> tuple[tuple[str, str], ...]:
+    return tuple((f"block {n}", row) for n, row in enumerate(rows))
+
+
+SCHEMATICS = {
+    "dense": Schematic("Every token passes every block.", _blocks(*[_ALL] * 6)),
+    "tsa": Schematic(
+        "Executed at the threshold, each router decides for its own block alone; how many tokens it keeps is learned, "
+        "and a skipped token still leaves its key and value.",
+        _blocks(_ALL, "#k##kk#k##", "######k###", "##k#######", "###k##k###", "#####k####"),
+    ),
+    "budget": Schematic(
+        "At budget 0.4 each routed block works on 4 of 10 tokens, which ones is learned; the others leave their key "
+        "and value.",
+        _blocks(_ALL, "#k#kkk##kk", "k##kk#kk#k", "#kk#k##kkk", "kk##kk#kk#", "#k#kk##kkk"),
+    ),
+    "early_exit": Schematic(
+        "A token leaves once and for all; later blocks project its key and value from the state that it left with.",
+        _blocks(_ALL, "#k####k###", "#k#k##k#k#", "kk#k##k#k#", "kk#k#kk#kk", "kk#kkkk#kk"),
+    ),
+    "mod": Schematic(
+        "Every other block takes an eighth of the tokens (here one of ten); for the others it leaves not even a key.",
+        _blocks(_ALL, "..#.......", _ALL, "......#...", _ALL, "#........."),
+    ),
+    "mor": Schematic(
+        "Between two layers of their own, a shared pair recurs for the tokens that are still in; with recursion-wise "
+        "keys and values, only these are seen there.",
+        (
+            ("first", _ALL), ("shared a", _ALL), ("shared b", _ALL), ("shared a again", "#..##.#.#."),
+            ("shared b again", "#..##.#.#."), ("last", _ALL),
+        ),
+        shared=((1, 3), (2, 4)),
+    ),
+    "act": Schematic(
+        "One block, step after step; who has halted is frozen, and its state goes on offering key and value.",
+        tuple(
+            (f"step {n}", row)
+            for n, row in enumerate((_ALL, "###k######", "#k#k##k###", "kk#k##k#k#", "kk#kkkk#kk", "kk#kkkkkkk"), 1)
+        ),
+        shared=((0, 5),),
+    ),
+    "itt": Schematic(
+        "Every other layer is applied again, up to four times in all, to the tokens that need more of it; here the "
+        "first two layers of several.",
+        (
+            ("layer 0", _ALL), ("layer 1", _ALL), ("layer 1, thinking", "###.##.##."),
+            ("layer 1, thinking", "#.###.##.#"), ("layer 1, thinking", ".###.##.##"),
+        ),
+        shared=((1, 4),),
+    ),
+    "switch": Schematic(
+        "In every other block each token takes one of four feed-forward networks, by its number; all cost the same. "
+        "Who finds its expert full gets attention alone.",
+        _blocks(_ALL, "1324113a24", _ALL, "42131a2431", _ALL, "2314421a13"),
+    ),
+}  # fmt: skip
+
+
+def schematic(method: str) -> Drawing:
+    drawn = SCHEMATICS[method]
+    with style():
+        figure = Figure(figsize=(WIDTH, 0.9 + 0.27 * len(drawn.layers)), layout="constrained")
+        axes = figure.subplots()
+        for depth, (label, row) in enumerate(drawn.layers):
+            axes.text(-0.3, depth + 0.5, label, ha="right", va="center", size=8)
+            for token, letter in enumerate(row):
+                _cell(axes, token, depth, letter)
+        for number, span in enumerate(drawn.shared):
+            _bracket(axes, len(_ALL) + 0.3 + 0.45 * number, *span)
+        if drawn.shared:
+            x, middle = len(_ALL) + 0.5 + 0.45 * len(drawn.shared), sum(drawn.shared[0]) / 2 + 0.5
+            axes.text(x, middle, "same\nweights", va="center", size=7.5)
+        axes.set(xlim=(-3.6, len(_ALL) + 3.0), ylim=(-0.7, len(drawn.layers) + 0.1))
+        axes.text(len(_ALL) / 2, -0.15, "tokens of a text, from left to right", ha="center", va="top", size=8)
+        axes.axis("off")
+        used = {letter for _, row in drawn.layers for letter in row}
+        keys = [
+            Patch(fc=fill, ec=INK, lw=0.6, label=words) for letter, (fill, words) in FILLS.items() if letter in used
+        ]
+        figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), handlelength=1.2)
+        return render(figure, f"method-{method}", drawn.caption)
+
+
+def _cell(axes: Axes, token: int, depth: int, letter: str) -> None:
+    fill = EXPERTS[letter] + "99" if letter in EXPERTS else FILLS[letter][0]
+    axes.add_patch(Rectangle((token + 0.06, depth + 0.1), 0.88, 0.8, fc=fill, ec=INK, lw=0.6))
+    if letter in EXPERTS:
+        axes.text(token + 0.5, depth + 0.48, letter, ha="center", va="center", size=7)
+    if letter == KEPT:  # not by colour alone
+        axes.plot([token + 0.5], [depth + 0.5], ".", color=INK, markersize=2.5)
+
+
+def _bracket(axes: Axes, x: float, first: int, last: int) -> None:
+    low, high = first + 0.5, last + 0.5
+    axes.plot([x - 0.15, x, x, x - 0.15], [low, low, high, high], color=INK, linewidth=1)

@@ -1,0 +1,77 @@
+"""Many methods in one picture: loss over the FLOPs that were executed, dense models as the line to beat."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from tokendepth.report.figures import WIDTH, Drawing, legend_below, render, style
+from tokendepth.report.palette import INK
+from tokendepth.report.paper import GREY, Points
+
+Place = tuple[float, float, float]
+"""FLOPs per token, loss, and its standard deviation over the seeds."""
+PALE = "#c9ced3"
+HEADROOM = 0.06
+"""The frame ends this far above the best dense loss; what lies higher would press the rest together."""
+TICKS = [n * 10**power for power in range(3, 10) for n in (1, 1.5, 2, 3, 4, 5, 7)]
+
+
+def tradeoff(
+    name: str, caption: str, dense: Sequence[tuple[str, Place]], series: Sequence[Points], highlight: str | None = None
+) -> Drawing | None:
+    """`dense` are labelled places on the grey line; with `highlight`, all labels that do not begin so are pale."""
+    series = [one for one in series if one.points]
+    if not dense or not series:
+        return None
+    with style():
+        lines = (len({one.label for one in series}) + 2) // 2
+        figure = Figure(figsize=(WIDTH, 3.2 + 0.17 * lines), layout="constrained")
+        axes = figure.subplots()
+        top = (1 + HEADROOM) * min(loss for _, (_, loss, _) in dense)
+        handles: dict[str, object] = {"dense, fewer layers": _dense(axes, dense)}
+        for one in sorted(series, key=lambda one: _shown(one, highlight)):  # what is highlighted lies above the others
+            handle = _draw(axes, one, top, pale=not _shown(one, highlight))
+            if _shown(one, highlight):
+                handles.setdefault(one.label, handle)
+        axes.set_ylim(top=top)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator(TICKS))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}")
+        axes.set_xlabel("million FLOPs per token, executed (head and routers included)")
+        axes.set_ylabel("validation loss, executed\n(nats per character)")
+        legend_below(figure, handles)
+        return render(figure, name, caption)
+
+
+def _shown(one: Points, highlight: str | None) -> bool:
+    return highlight is None or one.label.startswith(highlight)
+
+
+def _dense(axes: Axes, dense: Sequence[tuple[str, Place]]) -> object:
+    ordered = sorted(dense, key=lambda one: one[1])
+    for words, (x, y, _) in ordered:
+        axes.annotate(words, (x, y), textcoords="offset points", xytext=(3, -9), fontsize=7, color=INK)
+    xs, ys, spreads = zip(*(place for _, place in ordered), strict=True)
+    return axes.errorbar(xs, ys, spreads, color=GREY, marker="o", markersize=4, capsize=2, linewidth=1.2)
+
+
+def _draw(axes: Axes, one: Points, top: float, *, pale: bool) -> object:
+    """Places above the frame stand on its edge, with their loss beside them."""
+    colour = PALE if pale else one.colour
+    look = {"color": colour, "marker": one.marker, "fillstyle": "full" if one.filled else "none", "markersize": 5.5}
+    inside = [place for place in one.points if place[1] <= top]
+    above = [place for place in one.points if place[1] > top]
+    drawn = None
+    if inside:
+        xs, ys, spreads = zip(*inside, strict=True)
+        bars = spreads if any(spreads) else None
+        drawn = axes.errorbar(xs, ys, bars, linestyle=one.line, linewidth=1.2, capsize=2, **look)
+    for x, y, _ in above if one.line == "none" else above[:1]:  # of a line, where it leaves
+        (edge,) = axes.plot([x], [top], linestyle="none", clip_on=False, **look)
+        drawn = drawn or edge
+        if not pale:
+            axes.annotate(f"{y:.2f}", (x, top), textcoords="offset points", xytext=(0, 5), ha="center", fontsize=7)
+    return drawn

@@ -1,0 +1,157 @@
+"""What results/ holds of each setting of a comparison: numbers over seeds, costs, and the dense models beside it."""
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tokendepth.config import RunConfig, from_dict
+from tokendepth.report.summary import Stat
+from tokendepth.results import Row, read_rows
+from tokendepth.studies import settings
+from tokendepth.studies.evidence import by_experiment
+from tokendepth.studies.grid import same
+from tokendepth.studies.settings import TOLERANCE, Comparison, Setting
+
+COSTS = "compare_costs.json"
+OUTSIDE = "outside"
+Beside = tuple[Stat, Stat] | Literal["outside"] | None
+"""Loss of dense models at the same cost and the difference to it, where dense models are on both sides of it."""
+
+
+@dataclass(frozen=True)
+class Executed:
+    """One seed of a setting, as it was executed."""
+
+    seed: int
+    loss: float
+    active_fraction: float
+    tlops_skipped: float
+    flops_per_token: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    comparison: Comparison
+    configs: dict[Setting, RunConfig]
+    """Of the first seed."""
+    rows: dict[str, dict[int, Row]]
+    """By experiment, then by seed."""
+    costs: dict[tuple[str, float | None], Row]
+    """By experiment and point of its curve."""
+
+    @classmethod
+    def read(cls, results: Path, comparison: Comparison, *, quick: bool = False) -> "Outcomes":
+        def rows(name: str) -> list[Row]:
+            return read_rows(results / name) if (results / name).exists() else []
+
+        configs = {
+            setting: next(iter(settings.runs(setting, comparison.corpus, 1, quick=quick).values()))
+            for setting in comparison.settings
+        }
+        costs = {(_experiment(from_dict(row["config"])), row["at"]): row for row in rows(COSTS)}
+        return cls(comparison, configs, by_experiment([r for name in comparison.files for r in rows(name)]), costs)
+
+    def _seeds(self, setting: Setting) -> dict[int, Row]:
+        return self.rows.get(_experiment(self.configs[setting]), {})
+
+    def first_row(self, setting: Setting) -> Row | None:
+        return self._seeds(setting).get(0)
+
+    def cost(self, setting: Setting) -> Row | None:
+        row = self.first_row(setting)
+        return None if row is None else self.costs.get((_experiment(self.configs[setting]), setting.point(row)))
+
+    def executed(self, setting: Setting) -> list[Executed]:
+        """By seed; a setting that is chosen on its first seed needs that one."""
+        first = self.first_row(setting)
+        if first is None:
+            return []
+        at, seeds = setting.point(first), self._seeds(setting)
+        found = ((seed, seeds[seed], _point(seeds[seed], at)) for seed in sorted(seeds))
+        return [_executed(seed, row, figures) for seed, row, figures in found if figures]
+
+    def stat(self, setting: Setting, name: str) -> Stat | None:
+        values = tuple(getattr(one, name) for one in self.executed(setting))
+        return Stat(values) if values else None
+
+    def curve(self, setting: Setting) -> list[tuple[float, float, float]]:
+        """FLOPs per token, mean loss and its standard deviation at every point of a model's curve, cheapest first."""
+        curves = [row["evaluation"]["curve"] for row in self._seeds(setting).values()]
+        places = []
+        for points in zip(*curves, strict=True):
+            cost, loss = (
+                Stat(tuple(p["flops_per_token"] for p in points)),
+                Stat(tuple(p["sparse"]["loss"] for p in points)),
+            )
+            places.append((cost.mean, loss.mean, loss.std or 0.0))
+        return sorted(places)
+
+    def has_matched_parameters(self, setting: Setting) -> bool:
+        mine, dense = (self.stat(one, "parameters") for one in (setting, self.comparison.settings[0]))
+        return mine is not None and dense is not None and abs(mine.mean / dense.mean - 1) <= TOLERANCE
+
+    # -- the dense models
+
+    def dense(self) -> list[Setting]:
+        return [setting for setting in self.comparison.settings if setting.method == "dense"]
+
+    def beside(self, setting: Setting) -> Beside:
+        """Seed by seed, on the line through that seed's dense models: a seed's luck with its data is then in both."""
+        pairs = list(self._pairs(setting))
+        if not pairs:
+            return None
+        if any(dense == OUTSIDE for _, dense in pairs):
+            return OUTSIDE
+        dense = Stat(tuple(float(dense) for _, dense in pairs))
+        return dense, Stat(tuple(loss / float(dense) - 1 for loss, dense in pairs))
+
+    def _pairs(self, setting: Setting) -> Iterator[tuple[float, float | str]]:
+        by_seed: dict[int, list[tuple[float, float]]] = {}
+        for layers in self.dense():
+            for one in self.executed(layers):
+                by_seed.setdefault(one.seed, []).append((one.flops_per_token, one.loss))
+        for one in self.executed(setting):
+            line = sorted(by_seed.get(one.seed, []))
+            if len(line) == len(self.dense()):
+                yield one.loss, interpolate(line, one.flops_per_token)
+
+
+def interpolate(line: list[tuple[float, float]], x: float) -> float | str:
+    """The height at `x` of the straight pieces between the points of `line`, or that it does not reach so far.
+
+    Just beyond an end its height still counts: routers cost a little more than the layers that they guard.
+    """
+    places = [place for place, _ in line]
+    if not places[0] * (1 - TOLERANCE) <= x <= places[-1] * (1 + TOLERANCE):
+        return OUTSIDE
+    right = bisect.bisect_left(places, x)
+    if right in (0, len(line)):
+        return line[min(right, len(line) - 1)][1]
+    (x0, y0), (x1, y1) = line[right - 1], line[right]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def _experiment(config: RunConfig) -> str:
+    return same(config, seed=False)
+
+
+def _point(row: Row, at: float | None) -> Row | None:
+    """The evaluation of a row, or what its curve has at one place."""
+    if at is None:
+        return row["evaluation"]
+    points = row["evaluation"]["curve"]
+    return next((point for point in points if at in (point.get("budget"), point.get("threshold"))), None)
+
+
+def _executed(seed: int, row: Row, figures: Row) -> Executed:
+    return Executed(
+        seed=seed,
+        loss=figures["sparse"]["loss"],
+        active_fraction=figures["sparse"]["active_fraction"],
+        tlops_skipped=figures["tlops_skipped"],
+        flops_per_token=figures["flops_per_token"],
+        parameters=row["evaluation"]["parameters"],
+    )

@@ -1,0 +1,63 @@
+"""From the outcomes of a comparison to its picture; on a method's page, with that method alone in colour."""
+
+from tokendepth.report.figures import Drawing
+from tokendepth.report.palette import INK
+from tokendepth.report.paper import BLUE, GREEN, ORANGE, PINK, SKY, VERMILLION, Points
+from tokendepth.report.summary import Stat
+from tokendepth.report.tradeoff import Place, tradeoff
+from tokendepth.studies.outcomes import Outcomes
+from tokendepth.studies.settings import Setting
+
+# Markers differ too: six colours are as many as stay apart to every eye.
+LOOKS = {
+    "random": ("random routing", INK, "x"),
+    "tsa": ("TSA", VERMILLION, "s"),
+    "budget": ("budget", BLUE, "o"),
+    "early_exit": ("early exit", GREEN, "^"),
+    "mod": ("MoD", PINK, "D"),
+    "mor": ("MoR", ORANGE, "P"),
+    "act": ("ACT", SKY, "X"),
+    "itt": ("ITT", INK, "v"),
+    "switch": ("Switch", GREEN, "*"),
+}
+
+
+def draw(outcomes: Outcomes, highlight: str | None = None) -> Drawing | None:
+    """`highlight` is a method's name."""
+    corpus, dense = outcomes.comparison.corpus, []
+    for setting in outcomes.dense():
+        if place := _place(outcomes, setting):
+            dense.append((setting.title.removeprefix("dense, "), place))
+    name = f"compare-{corpus}" + (f"-{highlight}" if highlight else "")
+    caption = (
+        f"{outcomes.comparison.title}: validation loss over executed FLOPs per token. A line is one trained model at "
+        "several budgets or thresholds, a lone mark a model of its own, a hollow one made to match the parameters; "
+        "bars are standard deviations over the seeds. A number above the frame is a loss too high for it."
+    )
+    label = LOOKS[highlight][0] if highlight else None
+    return tradeoff(name, caption, dense, series(outcomes), label)
+
+
+def series(outcomes: Outcomes) -> list[Points]:
+    found = []
+    curves: set[str] = set()
+    for setting in outcomes.comparison.settings:
+        if setting.method not in LOOKS:
+            continue
+        label, colour, marker = LOOKS[setting.method]
+        if setting.budget is None and setting.skips is None:
+            place = _place(outcomes, setting)
+            found.append(Points(label, [place] if place else [], colour, marker, "none", filled=not setting.matched))
+        elif setting.cell not in curves:
+            curves.add(setting.cell)
+            found.append(Points(label, outcomes.curve(setting), colour, marker, "solid"))
+    return found
+
+
+def _place(outcomes: Outcomes, setting: Setting) -> Place | None:
+    cost, loss = (outcomes.stat(setting, name) for name in ("flops_per_token", "loss"))
+    return (cost.mean, *_spread(loss)) if cost and loss else None
+
+
+def _spread(stat: Stat) -> tuple[float, float]:
+    return stat.mean, stat.std or 0.0
