@@ -68,8 +68,12 @@ def test_where_there_are_no_locks_nobody_is_refused(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with only_one(tmp_path), only_one(tmp_path):
-        pass
+    entered = 0
+    with only_one(tmp_path):
+        entered += 1
+        with only_one(tmp_path):
+            entered += 1
+    assert entered == 2
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Times that can be compared: conditions in turn, so that drift hits all alike, and nothing left running on a GPU."""
 
+import statistics
 import time
 from collections.abc import Callable, Hashable
 from typing import TypeVar
@@ -7,15 +8,14 @@ from typing import TypeVar
 import torch
 
 Name = TypeVar("Name", bound=Hashable)
-WARM_UP = 2
 
 
 def interleaved(
-    conditions: dict[Name, Callable[[], object]], repeats: int, device: torch.device
+    conditions: dict[Name, Callable[[], object]], repeats: int, device: torch.device, warm_up: int = 3
 ) -> dict[Name, list[float]]:
     """Milliseconds of every condition, round by round through all of them; the first rounds are not counted."""
     times: dict[Name, list[float]] = {name: [] for name in conditions}
-    for repeat in range(WARM_UP + repeats):
+    for repeat in range(warm_up + repeats):
         for name, condition in conditions.items():
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -23,9 +23,15 @@ def interleaved(
             condition()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if repeat >= WARM_UP:
+            if repeat >= warm_up:
                 times[name].append(1000 * (time.perf_counter() - start))
     return times
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """[median, lower quartile, upper quartile]"""
+    lower, median, upper = statistics.quantiles(values, n=4)
+    return [median, lower, upper]
 
 
 def captured(function: Callable[[], object], device: torch.device) -> Callable[[], object]:

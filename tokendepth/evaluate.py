@@ -2,8 +2,6 @@
 
 import copy
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokendepth import calibrate, data
+from tokendepth.clock import interleaved, quartiles
 from tokendepth.config import PAPER_THRESHOLDS, BudgetConfig, DenseConfig, EarlyExitConfig, RunConfig, method_name
 from tokendepth.data import Dataset
 from tokendepth.data.dataset import NO_LOSS, Split
@@ -246,30 +245,10 @@ def time_forward(model: LanguageModel, config: RunConfig, ids: Tensor, *, batch:
         "hard_ms": lambda: model(ids, execution="hard"),
         "sparse_ms": lambda: model(ids, execution="sparse"),
     }
-    times: dict[str, list[float]] = {name: [] for name in conditions}
-    for repeat in range(repeats + 3):
-        for name, run in conditions.items():
-            _synchronise(ids.device)
-            start = time.perf_counter()
-            run()
-            _synchronise(ids.device)
-            if repeat >= 3:
-                times[name].append(1000 * (time.perf_counter() - start))
-    spread = {name: quartiles(values) for name, values in times.items()}
+    spread = {name: quartiles(values) for name, values in interleaved(conditions, repeats, ids.device).items()}
     speedup = spread["dense_ms"][0] / spread["sparse_ms"][0]
     where = {"device": describe_device(ids.device), "batch": len(ids), "context": ids.shape[1], "dtype": "float32"}
     return {**where, **spread, "speedup": speedup}
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def quartiles(values: list[float]) -> list[float]:
-    """[median, lower quartile, upper quartile]"""
-    lower, median, upper = statistics.quantiles(values, n=4)
-    return [median, lower, upper]
 
 
 @torch.no_grad()

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from tokendepth import auto, data
-from tokendepth.clock import captured, interleaved
+from tokendepth.clock import captured, interleaved, quartiles
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig
 from tokendepth.data.dataset import Split
 from tokendepth.errors import UserError
-from tokendepth.evaluate import batches, load_model, quartiles
+from tokendepth.evaluate import batches, load_model
 from tokendepth.machine import choose_device, environment
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel, Output

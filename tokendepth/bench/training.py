@@ -1,16 +1,18 @@
 """What adaptivity costs in training: the steps of TSA, of early exit and of budget routing that skips against the dense
 one, interleaved; and one whole run."""
 
+import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from tokendepth.clock import interleaved, quartiles
 from tokendepth.config import (
     BudgetConfig,
     DataConfig,
@@ -22,7 +24,6 @@ from tokendepth.config import (
     TrainConfig,
     TSAConfig,
 )
-from tokendepth.evaluate import quartiles
 from tokendepth.machine import choose_device, environment
 from tokendepth.methods import build
 from tokendepth.results import Row, add_rows
@@ -70,20 +71,17 @@ def _training_step(model: ModelConfig, batch: int, device: torch.device, repeats
     methods: dict[str, MethodConfig] = {"dense": DenseConfig(), "tsa": TSAConfig(), "budget": skipping}
     if model.vocab_size < 10_000:  # beyond, the logits of every exit do not fit
         methods["early_exit"] = EarlyExitConfig()
-    times: dict[str, list[float]] = {name: [] for name in methods}
     steps = {}
     for name, method in methods.items():
         train_config = TrainConfig(batch_size=batch, compile="on" if device.type == "cuda" else "off")
         config = RunConfig(model=model, method=method, train=train_config)
         steps[name] = OptimiserStep(build(config).to(device).train(), config.train, device, Ranks())
-    for repeat in range(repeats + 3):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step(inputs, np.roll(inputs, -1, axis=1), step=repeat, lr=1e-4)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if repeat >= 3:
-                times[name].append(1000 * (time.perf_counter() - start))
+    number = itertools.count()
+
+    def taken(step: OptimiserStep) -> Callable[[], object]:
+        return lambda: step(inputs, np.roll(inputs, -1, axis=1), step=next(number), lr=1e-4)
+
+    times = interleaved({name: taken(step) for name, step in steps.items()}, repeats, device)
     ratios = {
         name: quartiles([own / dense for dense, own in zip(times["dense"], times[name], strict=True)])
         for name in methods

@@ -4,7 +4,6 @@ The paper makes the first alpha * T positions of every sequence active and skips
 stand random positions, which no attention row gets shorter by, and the whole block skipped. Float32, as written.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tokendepth.clock import interleaved, quartiles
 from tokendepth.config import DenseConfig, MethodConfig, ModelConfig, RunConfig, TSAConfig
-from tokendepth.evaluate import quartiles
 from tokendepth.machine import choose_device, environment
 from tokendepth.methods import build
 from tokendepth.results import Row, add_rows, read_rows
+from tokendepth.trace import Execution
 
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.726, 0.8, 0.833, 0.9, 1.0)
 BATCHES = (1, 8, 32, 64, 128)
@@ -106,14 +106,9 @@ def _time(method: MethodConfig, condition: Condition, protocol: Protocol, device
     shape = (condition.batch, protocol.model.context)
     ids = torch.randint(protocol.model.vocab_size, shape, generator=dice).to(device)
     decisions = None if condition.active_fraction is None else _decisions(condition, protocol, dice).to(device)
-    times = []
-    for number in range(protocol.warm_up + protocol.passes):
-        start = _now(device)
-        model(ids, execution="sparse" if condition.name == "sparse" else "soft", decisions=decisions)
-        end = _now(device)
-        if number >= protocol.warm_up:
-            times.append(1000 * (end - start))
-    return quartiles(times)
+    execution: Execution = "sparse" if condition.name == "sparse" else "soft"
+    passes = {condition: lambda: model(ids, execution=execution, decisions=decisions)}
+    return quartiles(interleaved(passes, protocol.passes, device, protocol.warm_up)[condition])
 
 
 def _decisions(condition: Condition, protocol: Protocol, dice: torch.Generator) -> Tensor:
@@ -124,9 +119,3 @@ def _decisions(condition: Condition, protocol: Protocol, dice: torch.Generator) 
         places = torch.rand(places.shape, generator=dice).argsort(-1)
     assert condition.active_fraction is not None
     return places < round(condition.active_fraction * time_steps)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
