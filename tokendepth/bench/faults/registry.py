@@ -46,7 +46,7 @@ FAULTS = {
         "the same bits in the end",
     ),
     "gpu-resume": Fault(
-        exactness.gpu_resume, 5, "the same on a GPU (bfloat16, CUDA graph; as written, compiled; deterministic mode)",
+        exactness.gpu_resume, 5, "stopped and resumed on a GPU, bfloat16, CUDA graph, deterministic mode",
         "the same bits in the end", on_gpu=True,
     ),
     "stop": Fault(
