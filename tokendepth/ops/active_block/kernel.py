@@ -1,7 +1,7 @@
-"""Four kernels where a row of d fits in one tile, seven where it does not; each works on as many rows as are active.
+"""Five kernels where a row of d fits in one tile, seven where it does not; each works on as many rows as are active.
 
 The number of active rows is known on the device only. A grid is as large as if all were active, and programs beyond the
-count return at once.
+count return at once. A row is an active token's place in the list of them, its place that in `batch x time`.
 """
 
 # A launch takes numbers for constexpr and options that are no parameters: more than a type checker can know.
@@ -11,25 +11,34 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LARGEST_TILE = 256
-"""Up to this d, a power of two, output projection, norm and feed-forward are one kernel."""
-QUERY = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+"""Up to this d, a power of two, the query is made inside of attention, and projection, sum and norm are one kernel."""
+MANY_TOKENS = 4096
+"""With fewer, tiles are small, so that there are enough of them for all multiprocessors."""
 ATTENTION = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
-FINISH = {"BLOCK_M": 64, "BLOCK_F": 64, "num_warps": 8, "num_stages": 2}
 WIDE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+PROJECT = {"BLOCK_M": 64, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+UP = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+DOWN = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
+PROJECT_FEW = {"BLOCK_M": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+UP_FEW = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 2}
+DOWN_FEW = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
 GROUP = 8  # row blocks that share their tiles of the weights in the second-level cache
+PREFIX = 8192  # flags that are counted at once
 
 
 @triton.jit
-def _compact(active, index, starts, batch, time, BLOCK: tl.constexpr):
+def _compact(active, index, starts, batch, time, PREFIX: tl.constexpr, BLOCK: tl.constexpr):
     """Program b: the active tokens of sequence b, written to their part of `index`, which begins at `starts[b]`."""
     b = tl.program_id(0)
-    offset = tl.arange(0, BLOCK)
+    earlier = tl.arange(0, PREFIX)
     before = 0
-    for start in range(0, b * time, BLOCK):
-        flags = tl.load(active + start + offset, mask=start + offset < b * time, other=0).to(tl.int32)
+    for start in range(0, b * time, PREFIX):  # every program counts for itself: none waits for another
+        flags = tl.load(active + start + earlier, mask=start + earlier < b * time, other=0).to(tl.int32)
         before += tl.sum(flags, 0)
+    offset = tl.arange(0, BLOCK)
     tl.store(starts + b, before)
     for start in range(0, time, BLOCK):
         place = start + offset
@@ -43,19 +52,28 @@ def _compact(active, index, starts, batch, time, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gelu(x):
-    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    """With the error function as a polynomial times an exponential, right to 1.5e-7: the library's has branches.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
+    """
+    z = tl.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    tail *= 0.5 * tl.exp(-z * z)
+    return x * tl.where(x < 0, tail, 1.0 - tail)
 
 
 @triton.jit
 def _linear(
     x, w, bias, residual, keep, out, index, count,
     K: tl.constexpr, OUT: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
-    RESIDUAL: tl.constexpr, KEEP: tl.constexpr, SCATTER: tl.constexpr, GROUP: tl.constexpr,
+    RESIDUAL: tl.constexpr, KEEP: tl.constexpr, SCATTER: tl.constexpr, BULK: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Row r of the active ones: residual + keep * f(x w^T + bias).
 
     GATHER: x is by place, else by row. RESIDUAL: 1 by row, 2 by place. SCATTER: out is by place, else by row.
+    BULK: x and w are descriptors, whose tiles the copy engine brings.
     """
     rows = tl.load(count)
     columns: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
@@ -64,17 +82,24 @@ def _linear(
     if pid < blocks * columns:
         group = pid // (GROUP * columns)
         size = tl.minimum(blocks - group * GROUP, GROUP)
-        row = (group * GROUP + pid % (GROUP * columns) % size) * BLOCK_M + tl.arange(0, BLOCK_M)
-        column = pid % (GROUP * columns) // size * BLOCK_N + tl.arange(0, BLOCK_N)
+        first_row = (group * GROUP + pid % (GROUP * columns) % size) * BLOCK_M
+        first_column = pid % (GROUP * columns) // size * BLOCK_N
+        row = first_row + tl.arange(0, BLOCK_M)
+        column = first_column + tl.arange(0, BLOCK_N)
         there, wanted = row < rows, column < OUT
         place = tl.load(index + row, mask=there, other=0).to(tl.int64)
         row = row.to(tl.int64)
         source = place if GATHER else row
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, K, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            x_tile = tl.load(x + source[:, None] * K + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
-            w_tile = tl.load(w + column[:, None] * K + k[None, :], mask=wanted[:, None] & (k < K)[None, :], other=0.0)
+            if BULK:
+                x_tile = x.load([first_row, start])
+                w_tile = w.load([first_column, start])
+            else:
+                k = start + tl.arange(0, BLOCK_K)
+                known = (k < K)[None, :]
+                x_tile = tl.load(x + source[:, None] * K + k[None, :], mask=there[:, None] & known, other=0.0)
+                w_tile = tl.load(w + column[:, None] * K + k[None, :], mask=wanted[:, None] & known, other=0.0)
             acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
         if BIAS:
             acc += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[None, :]
@@ -92,11 +117,14 @@ def _linear(
 
 @triton.jit
 def _attention(
-    q, k, v, valid, out, index, starts, time, keys, scale, k_batch, k_head, k_time, v_batch, v_head, v_time,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, VALID: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, query, k, v, valid, out, index, starts, time, keys, scale, k_batch, k_head, k_time, v_batch, v_head, v_time,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, QUERY: tl.constexpr,
+    VALID: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, b and head): the m-th block of active rows of a sequence, against its keys up to the last of them."""
+    """Program (m, b and head): the m-th block of active rows of a sequence, against its keys up to the last of them.
+
+    QUERY: q is what queries are made of, by place; else they are there already, by row.
+    """
     b = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
     first, last = tl.load(starts + b), tl.load(starts + b + 1)
@@ -104,11 +132,24 @@ def _attention(
         row = first + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         there = row < last
         unit = tl.arange(0, BLOCK_W)
-        own = tl.load(index + row, mask=there, other=b * time) - b * time + keys - time
+        D: tl.constexpr = HEADS * WIDTH
+        place = tl.load(index + row, mask=there, other=b * time)
+        own = place - b * time + keys - time
         end = tl.max(own, 0) + 1
-        at = row.to(tl.int64)[:, None] * (HEADS * WIDTH) + head * WIDTH + unit[None, :]
+        at = row.to(tl.int64)[:, None] * D + head * WIDTH + unit[None, :]
         inside = there[:, None] & (unit < WIDTH)[None, :]
-        q_tile = tl.load(q + at, mask=inside, other=0.0)
+        if QUERY:
+            acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+            for start in range(0, D, BLOCK_D):
+                feature = start + tl.arange(0, BLOCK_D)
+                x_at = place.to(tl.int64)[:, None] * D + feature[None, :]
+                x_tile = tl.load(q + x_at, mask=there[:, None] & (feature < D)[None, :], other=0.0)
+                w_at = (head * WIDTH + unit)[:, None] * D + feature[None, :]
+                w_tile = tl.load(query + w_at, mask=(unit < WIDTH)[:, None] & (feature < D)[None, :], other=0.0)
+                acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
+            q_tile = acc.to(q.dtype.element_ty)
+        else:
+            q_tile = tl.load(q + at, mask=inside, other=0.0)
         k += b.to(tl.int64) * k_batch + head * k_head
         v += b.to(tl.int64) * v_batch + head * v_head
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -136,46 +177,35 @@ def _attention(
 
 
 @triton.jit
-def _norm_tile(x, weight, bias, column, D: tl.constexpr):
-    x = x - (tl.sum(x, 1) / D)[:, None]
-    x *= tl.rsqrt(tl.sum(x * x, 1) / D + 1e-5)[:, None]
-    return x * tl.load(weight + column).to(tl.float32)[None, :] + tl.load(bias + column).to(tl.float32)[None, :]
-
-
-@triton.jit
-def _finish(
-    attended, h, keep, w_out, norm, norm_bias, w_up, b_up, w_down, b_down, out, index, count,
-    D: tl.constexpr, FF: tl.constexpr, KEEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
+def _project(
+    attended, w_out, h, keep, norm, norm_bias, states, normed, index, count,
+    D: tl.constexpr, KEEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Output projection, norm and feed-forward of a block of rows; its hidden layer never leaves the chip."""
+    """Rows of the output projection, added to their states, and what the second norm makes of the sum."""
     rows = tl.load(count)
     if tl.program_id(0) * BLOCK_M < rows:
         row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         there = row < rows
         column = tl.arange(0, D)
         place = tl.load(index + row, mask=there, other=0).to(tl.int64)
-        at = row.to(tl.int64)[:, None] * D + column[None, :]
-        a_tile = tl.load(attended + at, mask=there[:, None], other=0.0)
-        o_tile = tl.load(w_out + column[:, None] * D + column[None, :])
-        update = tl.dot(a_tile, tl.trans(o_tile), input_precision="ieee")
-        at = place[:, None] * D + column[None, :]
-        state = tl.load(h + at, mask=there[:, None], other=0.0).to(tl.float32)
-        weight = tl.full([BLOCK_M], 1.0, tl.float32)
-        if KEEP:
-            weight = tl.load(keep + place, mask=there, other=0.0).to(tl.float32)
-        state += weight[:, None] * update
-        normed = _norm_tile(state, norm, norm_bias, column, D).to(h.dtype.element_ty)
+        row = row.to(tl.int64)
         update = tl.zeros([BLOCK_M, D], tl.float32)
-        for start in range(0, FF, BLOCK_F):
-            unit = start + tl.arange(0, BLOCK_F)
-            inside = (unit < FF)[:, None]
-            up_tile = tl.load(w_up + unit[:, None] * D + column[None, :], mask=inside, other=0.0)
-            hidden = tl.dot(normed, tl.trans(up_tile), input_precision="ieee")
-            hidden = _gelu(hidden + tl.load(b_up + unit, mask=unit < FF, other=0.0).to(tl.float32)[None, :])
-            down_tile = tl.load(w_down + column[None, :] * FF + unit[:, None], mask=inside, other=0.0)
-            update = tl.dot(hidden.to(down_tile.dtype), down_tile, update, input_precision="ieee")
-        state += weight[:, None] * (update + tl.load(b_down + column).to(tl.float32)[None, :])
-        tl.store(out + at, state.to(out.dtype.element_ty), mask=there[:, None])
+        for start in range(0, D, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            a_tile = tl.load(attended + row[:, None] * D + k[None, :], mask=there[:, None], other=0.0)
+            w_tile = tl.load(w_out + column[:, None] * D + k[None, :])
+            update = tl.dot(a_tile, tl.trans(w_tile), update, input_precision="ieee")
+        if KEEP:
+            update *= tl.load(keep + place, mask=there, other=0.0).to(tl.float32)[:, None]
+        state = tl.load(h + place[:, None] * D + column[None, :], mask=there[:, None], other=0.0).to(tl.float32)
+        state += update
+        at = row[:, None] * D + column[None, :]
+        tl.store(states + at, state.to(states.dtype.element_ty), mask=there[:, None])
+        state -= (tl.sum(state, 1) / D)[:, None]
+        state *= tl.rsqrt(tl.sum(state * state, 1) / D + 1e-5)[:, None]
+        state *= tl.load(norm + column).to(tl.float32)[None, :]
+        state += tl.load(norm_bias + column).to(tl.float32)[None, :]
+        tl.store(normed + at, state.to(normed.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit
@@ -192,69 +222,97 @@ def _norm(x, weight, bias, out, count, D: tl.constexpr, BLOCK_D: tl.constexpr):
         tl.store(out + row * D + column, value.to(out.dtype.element_ty), mask=inside)
 
 
+def _has_copy_engine(x: Tensor) -> bool:
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)  # without a GPU: the interpreter has
+
+
 def _rows_linear(x, w, out, index, count, config, *, bias=None, residual=None, by_place=False, keep=None, gather=False,
                  gelu=False, scatter=False) -> None:  # fmt: skip
     features, k = w.shape
     launch = {**config, "BLOCK_K": min(config["BLOCK_K"], triton.next_power_of_2(k))}
     launch["BLOCK_N"] = min(config["BLOCK_N"], max(16, triton.next_power_of_2(features)))
     grid = (triton.cdiv(len(index), launch["BLOCK_M"]) * triton.cdiv(features, launch["BLOCK_N"]),)
-    kind = 0 if residual is None else 2 if by_place else 1
+    bulk = (
+        not gather and _has_copy_engine(x) and x.data_ptr() % 16 == w.data_ptr() % 16 == k * x.element_size() % 16 == 0
+    )
+    operands = x, w
+    if bulk:
+        operands = (
+            TensorDescriptor.from_tensor(x, [launch["BLOCK_M"], launch["BLOCK_K"]]),
+            TensorDescriptor.from_tensor(w, [launch["BLOCK_N"], launch["BLOCK_K"]]),
+        )
+    given = (x if tensor is None else tensor for tensor in (bias, residual, keep))
     _linear[grid](
-        x, w, w if bias is None else bias, x if residual is None else residual, x if keep is None else keep, out, index,
-        count, K=k, OUT=features, GATHER=gather, BIAS=bias is not None, GELU=gelu, RESIDUAL=kind, KEEP=keep is not None,
-        SCATTER=scatter, GROUP=GROUP, **launch,
+        *operands, *given, out, index, count, K=k, OUT=features, GATHER=gather, BIAS=bias is not None, GELU=gelu,
+        RESIDUAL=0 if residual is None else 2 if by_place else 1, KEEP=keep is not None, SCATTER=scatter, BULK=bulk,
+        GROUP=GROUP, **launch,
     )  # fmt: skip
 
 
-@torch.library.custom_op("tokendepth::active_block", mutates_args=())
+@torch.library.custom_op("tokendepth::active_block", mutates_args=("h",))
 def _active_block(
     h: Tensor, x: Tensor, k: Tensor, v: Tensor, active: Tensor, query: Tensor, w_out: Tensor, norm: Tensor,
     norm_bias: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, keep: Tensor | None,
     key_valid: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> None:  # fmt: skip
+    """In place: the caller's copy of h may then be fused with whatever reads h last."""
     batch, time, d = h.shape
     heads, keys, width = k.shape[1:]
     tokens = batch * time
-    out = h.clone(memory_format=torch.contiguous_format)
     if not tokens:
-        return out
-    h, x = h.contiguous(), x.contiguous()
+        return
+    x = x.contiguous()
+    assert h.is_contiguous()
     assert k.stride(3) == v.stride(3) == 1, "a head's width must be contiguous"
     index = torch.empty(tokens, dtype=torch.int32, device=h.device)
     starts = torch.empty(batch + 1, dtype=torch.int32, device=h.device)
     count = starts[batch:]
     keep = None if keep is None else keep.contiguous()
-    q, attended = h.new_empty(tokens, d), h.new_empty(tokens, d)
-    small = d <= LARGEST_TILE and d == triton.next_power_of_2(d)
+    attended, states, normed = (h.new_empty(tokens, d) for _ in range(3))
+    hidden = h.new_empty(tokens, up.shape[0])
+    one_tile = 16 <= d <= LARGEST_TILE and d == triton.next_power_of_2(d)
     with torch.cuda.device_of(h):
         flags = active.contiguous().view(torch.uint8)
-        _compact[(batch,)](flags, index, starts, batch, time, BLOCK=min(1024, triton.next_power_of_2(time)))
-        _rows_linear(x, query, q, index, count, QUERY if small else WIDE, gather=True)
+        block = min(1024, triton.next_power_of_2(time))
+        _compact[(batch,)](
+            flags,
+            index,
+            starts,
+            batch,
+            time,
+            PREFIX=min(PREFIX, triton.next_power_of_2(tokens)),
+            BLOCK=block,
+            num_warps=8,
+        )
+        if not one_tile:
+            _rows_linear(x, query, normed, index, count, WIDE, gather=True)
         valid = flags if key_valid is None else key_valid.contiguous().view(torch.uint8)
         _attention[(triton.cdiv(time, ATTENTION["BLOCK_M"]), batch * heads)](
-            q, k, v, valid, attended, index, starts, time, keys, 1.4426950408889634 * width**-0.5,
-            *k.stride()[:3], *v.stride()[:3], HEADS=heads, WIDTH=width, BLOCK_W=max(16, triton.next_power_of_2(width)),
+            x if one_tile else normed, query, k, v, valid, attended, index, starts, time, keys,
+            1.4426950408889634 * width**-0.5, *k.stride()[:3], *v.stride()[:3], HEADS=heads, WIDTH=width,
+            BLOCK_W=max(16, triton.next_power_of_2(width)), BLOCK_D=min(64, triton.next_power_of_2(d)), QUERY=one_tile,
             VALID=key_valid is not None, **ATTENTION,
         )  # fmt: skip
-        if small:
-            _finish[(triton.cdiv(tokens, FINISH["BLOCK_M"]),)](
-                attended, h, h if keep is None else keep, w_out, norm, norm_bias, up, up_bias, down, down_bias, out,
-                index, count, D=d, FF=up.shape[0], KEEP=keep is not None, **FINISH,
+        few = tokens <= MANY_TOKENS
+        if one_tile:
+            project = PROJECT_FEW if few else PROJECT
+            project = {**project, "BLOCK_K": min(project["BLOCK_K"], d)}
+            _project[(triton.cdiv(tokens, project["BLOCK_M"]),)](
+                attended, w_out, h, h if keep is None else keep, norm, norm_bias, states, normed, index, count,
+                D=d, KEEP=keep is not None, **project,
             )  # fmt: skip
-            return out
-        states, normed, hidden = h.new_empty(tokens, d), q, h.new_empty(tokens, up.shape[0])
-        _rows_linear(attended, w_out, states, index, count, WIDE, residual=h, by_place=True, keep=keep)
-        _norm[(tokens,)](states, norm, norm_bias, normed, count, D=d, BLOCK_D=triton.next_power_of_2(d), num_warps=4)
-        _rows_linear(normed, up, hidden, index, count, WIDE, bias=up_bias, gelu=True)
-        _rows_linear(hidden, down, out, index, count, WIDE, bias=down_bias, residual=states, keep=keep, scatter=True)
-    return out
-
-
-@_active_block.register_fake
-def _(h, *_):
-    return torch.empty_like(h, memory_format=torch.contiguous_format)
+        else:
+            _rows_linear(attended, w_out, states, index, count, WIDE, residual=h, by_place=True, keep=keep)
+            _norm[(tokens,)](
+                states, norm, norm_bias, normed, count, D=d, BLOCK_D=triton.next_power_of_2(d), num_warps=4
+            )
+        widen, narrow = (WIDE, WIDE) if not one_tile else (UP_FEW, DOWN_FEW) if few else (UP, DOWN)
+        _rows_linear(normed, up, hidden, index, count, widen, bias=up_bias, gelu=True)
+        _rows_linear(hidden, down, h, index, count, narrow, bias=down_bias, residual=states, keep=keep, scatter=True)
 
 
 def kernel(h, x, k, v, active, weights, keep=None, key_valid=None) -> Tensor:
     """As `reference`, without asking the host how many tokens are active."""
-    return _active_block(h, x, k, v, active, *(w.contiguous() for w in weights), keep, key_valid)
+    out = h.clone(memory_format=torch.contiguous_format)
+    _active_block(out, x, k, v, active, *(w.contiguous() for w in weights), keep, key_valid)
+    return out
