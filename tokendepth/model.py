@@ -20,6 +20,7 @@ from tokendepth.errors import UserError
 from tokendepth.ops.active_block import BlockWeights, active_block
 from tokendepth.ops.compact import compact, put, take
 from tokendepth.ops.gated_add import gated_add
+from tokendepth.ops.norm_linear import norm_linear
 from tokendepth.ops.sparse_attention import sparse_attention
 from tokendepth.trace import DepthTrace, Execution, Site
 
@@ -90,7 +91,11 @@ class Attention(nn.Module):
 
     def keys_values(self, x: Tensor, run: Pass) -> KeysValues:
         """What every token leaves behind, for rows that are asked later."""
-        k, v = (self._heads(part) for part in F.linear(x, self._weights()[1]).chunk(2, dim=-1))
+        return self.remember(F.linear(x, self._weights()[1]), run)
+
+    def remember(self, both: Tensor, run: Pass) -> KeysValues:
+        """The same, of keys and values side by side: `[batch, time, 2 d]`."""
+        k, v = (self._heads(part) for part in both.chunk(2, dim=-1))
         return self._remember(k, v, run)
 
     def _weights(self) -> tuple[Tensor, Tensor]:
@@ -197,10 +202,12 @@ class Block(nn.Module):
     def forward_active(self, h: Tensor, run: Pass, active: Tensor, weight: Tensor | None = None) -> Tensor:
         """The block for the tokens of `active` `[batch, time]`; the others pass unchanged, costing K and V.
 
-        `weight` `[batch, time]` scales the active tokens' updates; none is the plain block.
+        `weight` `[batch, time]` scales the active tokens' updates; none is the plain block. Without a gradient h may be
+        changed in place: it is the caller's to give away.
         """
-        x = self.norm_attention(h)
-        k, v, key_valid = self.attention.keys_values(x, run)
+        norm, (_, w_kv) = self.norm_attention, self.attention._weights()
+        x, both = norm_linear(h, norm.weight, norm.bias, w_kv)
+        k, v, key_valid = self.attention.remember(both, run)
         return active_block(h, x, k, v, active, self._active_weights(), weight, key_valid)
 
     def _active_weights(self) -> BlockWeights:

@@ -70,10 +70,15 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", SIZES)
 def test_eager_equals_reference(name, share, keep, valid):
     arguments = cast(operands(SIZES[name], share, keep=keep, valid=valid), torch.float64)
-    found, expected = (active_block(*arguments, backend=backend) for backend in ("eager", "reference"))
+    expected = active_block(*arguments, backend="reference")
+    found = active_block(*arguments, backend="eager")
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     h, active = arguments[0], arguments[4]
     assert torch.equal(found[~active], h[~active]), "what is not active is not touched"
+    with torch.no_grad():
+        in_place = active_block(*arguments, backend="eager")
+    assert in_place is h, "without a gradient there is no copy"
+    torch.testing.assert_close(in_place, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_on_a_cpu_auto_is_eager_and_an_unknown_backend_is_refused():
@@ -120,8 +125,9 @@ def _measure() -> None:
                 for dtype in (torch.float32, torch.bfloat16) if on_gpu else (torch.float32,):
                     arguments = cast(given, dtype, device)
                     with torch.no_grad():
-                        kernel, library = (active_block(*arguments, backend=b) for b in ("kernel", "eager"))
-                    active, h = arguments[4], arguments[0]
+                        h, *rest = arguments
+                        kernel, library = (active_block(h.clone(), *rest, backend=b) for b in ("kernel", "eager"))
+                    active = arguments[4]
                     case = {"keep": keep, "valid": valid, "dtype": str(dtype), "kernel": error(kernel, exact)}
                     case["library"] = error(library, exact)
                     case["untouched"] = bool(torch.equal(kernel[~active], h[~active]))

@@ -14,7 +14,9 @@ import pytest
 
 from tests.tiny import hashes
 from tokendepth.cli import main, parse
+from tokendepth.config import override
 from tokendepth.errors import UserError
+from tokendepth.recipes import recipe, variants
 from tokendepth.results import read_rows
 from tokendepth.studies import grid, tables
 from tokendepth.studies.evidence import Evidence
@@ -210,3 +212,13 @@ def test_interrupted_it_keeps_what_it_has_and_goes_on(tmp_path):
     assert not reproduce("synthetic", quick=True, out=tmp_path, results=tmp_path / "results", show=False).left
     assert read_rows(rows)[: len(kept)] == kept
     assert len(read_rows(rows)) == len(runs(TABLES["synthetic"], 1))
+
+
+def test_on_a_gpu_studies_compile_unless_told_otherwise(monkeypatch):
+    found = variants("shakespeare.dense", 1)
+    found |= {"cpu": override(recipe("shakespeare.dense"), {"train.device": "cpu"})}
+    found |= {"off": override(recipe("shakespeare.dense"), {"train.compile": "off"})}
+    for gpu, expected in ((True, ["on", "auto", "off"]), (False, ["auto", "auto", "off"])):
+        monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
+        assert [config.train.compile for config in grid._compiled(found).values()] == expected
+    assert grid.same(found["shakespeare.dense-seed0"]) == grid.same(found["off"]), "it is the same experiment"

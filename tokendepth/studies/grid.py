@@ -7,7 +7,7 @@ was handed back. The folders are what an interrupted call goes on from.
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokendepth.config import RunConfig, from_dict, to_dict
@@ -88,7 +88,7 @@ def fill(
     """
     from tokendepth.sweep import sweep, train_and_evaluate
 
-    todo = missing(configs, path)
+    todo = missing(configs, path) if here else _compiled(missing(configs, path))
 
     def write(run: Run) -> None:
         for hear in each:
@@ -109,6 +109,18 @@ def fill(
         write(train_and_evaluate(todo[names[0]], out / names[0], curve=True, tokens=tokens))
         del names[0]
     return Progress({}, names)
+
+
+def _compiled(configs: dict[str, RunConfig]) -> dict[str, RunConfig]:
+    """Many runs of few shapes: what the first of a shape compiles, the others find in the compiler's cache."""
+    from torch.cuda import is_available
+
+    return {
+        name: replace(config, train=replace(config.train, compile="on"))
+        if config.train.compile == "auto" and config.train.device != "cpu" and is_available()
+        else config
+        for name, config in configs.items()
+    }
 
 
 def identity_row(run: Run) -> Row:

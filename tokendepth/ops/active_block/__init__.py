@@ -41,8 +41,9 @@ def active_block(
 
     active: `[batch, time]` bool; its columns are the last `time` of the keys. keep: `[batch, time]`, what an active
     token keeps of its updates, all unless given. key_valid: `[batch, keys]`, False where a key must not be seen (a
-    token always sees its own). Returns h with the active rows replaced. The kernel asks nothing of the host: counts
-    stay on the device, so it can be captured in a graph.
+    token always sees its own). Returns h with the active rows replaced, without a gradient in h itself: it is the
+    caller's to give away. The kernel asks nothing of the host: counts stay on the device, so it can be captured in a
+    graph.
     """
     if backend == "auto":
         low = h.is_cuda and h.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()

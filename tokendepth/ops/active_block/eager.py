@@ -1,5 +1,6 @@
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -9,7 +10,7 @@ from tokendepth.ops.sparse_attention import sparse_attention
 
 
 def eager(h, x, k, v, active, weights, keep=None, key_valid=None) -> Tensor:
-    """As `reference`, library products over the active rows alone."""
+    """As `reference`, library products over the active rows alone; without a gradient in place."""
     rows = compact(active)
     add = Tensor.add if keep is None else partial(gated_add, gate=take(keep, rows))
     q = F.linear(take(x, rows), weights.query).unflatten(-1, (k.shape[1], -1))
@@ -17,4 +18,9 @@ def eager(h, x, k, v, active, weights, keep=None, key_valid=None) -> Tensor:
     states = add(take(h, rows), F.linear(attended, weights.out))
     normed = F.layer_norm(states, states.shape[-1:], weights.norm, weights.norm_bias)
     hidden = F.gelu(F.linear(normed, weights.up, weights.up_bias))
-    return put(h, rows, add(states, F.linear(hidden, weights.down, weights.down_bias)))
+    states = add(states, F.linear(hidden, weights.down, weights.down_bias))
+    if torch.is_grad_enabled():
+        return put(h, rows, states)
+    h = h.contiguous()
+    h.flatten(0, 1).index_copy_(0, rows, states)
+    return h

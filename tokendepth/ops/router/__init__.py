@@ -1,5 +1,6 @@
 """The router of eq. 2, up to the sigmoid: `w2 . relu(w1 h + b1) + b2`, the halting logit of every token."""
 
+import torch
 from torch import Tensor
 
 from tokendepth.ops.backend import has_triton
@@ -21,8 +22,9 @@ def halting_logits(
 
     Returns `[...]` in float32. `low_precision`: bfloat16 operands in the products, summed in float32.
     `auto` is the kernel for low precision on a GPU, up to the sizes above, and `eager` otherwise: full float32 runs on
-    the scalar units, where the library is at home.
+    the scalar units, where the library is at home. A model in bfloat16 has all weights in it and no gradient.
     """
+    low_precision = low_precision or (w1.dtype == torch.bfloat16 and not torch.is_grad_enabled())
     if backend == "auto":
         small = w1.shape[0] <= LARGEST_HIDDEN and w1.shape[1] <= LARGEST_D
         backend = "kernel" if h.is_cuda and low_precision and small and has_triton() else "eager"
