@@ -27,6 +27,7 @@ LAYERS: tuple[set[str], ...] = (
         "sweep",
         "auto",
         "clock",
+        "compiled",
         "calibrate",
         "train",
         "step",

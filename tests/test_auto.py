@@ -74,3 +74,10 @@ def test_either_choice_gives_the_same_result(model):
     with torch.no_grad():
         sparse, hard = (model(ids, execution=e, decisions=decisions).logits for e in ("sparse", "hard"))
     torch.testing.assert_close(sparse, hard, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_model_has_a_profile_of_its_own(monkeypatch, model):
+    calls = measured(monkeypatch, 10.0, [4.0, 7.0, 10.0, 13.0])
+    for form in (model, torch.compile(model), model):
+        auto.choose(form, 2, 8, 0.5)
+    assert len(calls) == 2

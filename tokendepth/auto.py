@@ -30,7 +30,10 @@ class Choice:
 
 
 def choose(model: LanguageModel, batch: int, time_steps: int, active_fraction: float) -> Choice:
-    """`sparse` where it is expected to be faster at this active fraction, else `hard`: the same result, densely."""
+    """`sparse` where it is expected to be faster at this active fraction, else `hard`: the same result, densely.
+
+    Ask for the model in the form that will run: compiled, where it is to be.
+    """
     if not any(site.routed for site in model.method.sites(keys=1)):
         return Choice("hard", "nothing decides here, so there is nothing to skip")
     profile = _profile(model, batch, time_steps)
@@ -77,7 +80,8 @@ def _kept(path) -> dict[str, Any]:
 
 def _shape(model: LanguageModel) -> list:
     c = model.config
-    return [type(model.method).__name__, c.d_model, c.n_layer, c.n_head, c.d_ff, c.vocab_size]
+    form = type(model).__name__  # a compiled model has a type of its own
+    return [form, type(model.method).__name__, c.d_model, c.n_layer, c.n_head, c.d_ff, c.vocab_size]
 
 
 @torch.no_grad()

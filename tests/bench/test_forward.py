@@ -22,7 +22,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setenv("TOKENDEPTH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(forward, "SHAPES", SMALL)
     monkeypatch.setattr(forward, "REPEATS", {})
-    monkeypatch.setattr(torch, "compile", lambda model: model)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
 
 
 def test_rows_add_up(tmp_path):

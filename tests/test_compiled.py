@@ -1,0 +1,54 @@
+"""compiled: one graph for the whole skipping pass, the same result, and memory that is kept."""
+
+import resource
+
+import pytest
+import torch
+
+from tokendepth.compiled import compiled
+from tokendepth.config import BudgetConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth.machine import keep_freed_memory
+from tokendepth.methods import build
+
+MODEL = ModelConfig(d_model=16, n_layer=2, n_head=2, d_ff=16, context=8, dropout=0.0, vocab_size=7)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
+        yield
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", [TSAConfig(), BudgetConfig()], ids=["tsa", "budget"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_skipping_is_one_graph_and_equals_hard(method, batch):
+    model = build(RunConfig(model=MODEL, method=method)).eval()
+    fast = compiled(model)
+    torch._dynamo.utils.counters.clear()
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(7, (batch, 8), generator=dice)
+    draws = torch.rand(1, batch, 8, generator=dice)
+    draws[0, 0, 0] = 0.0
+    for share in (0.5, 0.0, 1e-6, 1.0):  # some, none, one, all
+        decisions = draws < share
+        hard = model(ids, execution="hard", decisions=decisions)
+        sparse = fast(ids, execution="sparse", decisions=decisions)
+        torch.testing.assert_close(sparse.logits, hard.logits, rtol=1e-5, atol=1e-6)
+        assert torch.equal(sparse.trace.work, hard.trace.work)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_freed_memory_is_kept():
+    """Pages that were touched once are not cleared again: 64 MiB have 16,384 of them."""
+    keep_freed_memory()
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(16 * 2**20)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults()
+    assert min(faults() for _ in range(3)) < 1000
