@@ -295,7 +295,7 @@ class LanguageModel(nn.Module):
         run = Pass(execution, cache, valid, decisions, targets, self.readout)
         if (needed := run.longest(ids.shape[1])) > self.config.context:
             raise UserError(f"{needed} tokens do not fit this model's context of {self.config.context}; give fewer")
-        spent = self.method(self._embedded(ids, run), run)
+        spent = self.method(self.embedded(ids, run), run)
         if cache is not None:
             cache.advance(ids.shape[1], valid)
         logits = self.readout(spent.hidden) if spent.logits is None else spent.logits
@@ -306,12 +306,12 @@ class LanguageModel(nn.Module):
     def calibrate(self, ids: Tensor, budget: float) -> None:
         """Set the method's thresholds so that `budget` of the tokens of `ids` is active in the routed blocks."""
         run = Pass("hard", calibrate=budget)
-        self.method(self._embedded(ids, run), run)
+        self.method(self.embedded(ids, run), run)
 
     def readout(self, hidden: Tensor) -> Tensor:
         return F.linear(self.norm(hidden), self.embedding.weight)
 
-    def _embedded(self, ids: Tensor, run: Pass) -> Tensor:
+    def embedded(self, ids: Tensor, run: Pass) -> Tensor:
         return self.dropout(self.embedding(ids) + self.positions(self._position_ids(ids, run)))
 
     def _position_ids(self, ids: Tensor, run: Pass) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from tests.tiny import tiny
 from tokendepth.bench import forward
 from tokendepth.cli import main
-from tokendepth.config import BudgetConfig, ModelConfig
+from tokendepth.config import BudgetConfig, DenseConfig, ModelConfig, TSAConfig
 from tokendepth.errors import UserError
+from tokendepth.evaluate import evaluate
 from tokendepth.results import read_rows
 from tokendepth.train import train
 
@@ -60,12 +61,59 @@ def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch):
     assert not (tmp_path / "forward.json").exists()
 
 
-def test_a_trained_run_decides_for_itself(tmp_path, capsys):
-    run = train(tiny(tmp_path, method=BudgetConfig()), tmp_path / "run", show=False)
+def evaluated(tmp_path, method, *, curve=False):
+    run = train(tiny(tmp_path, method=method), tmp_path / "run", show=False)
+    run.write_evaluation(evaluate(run, timing=False, curve=curve))
+    return run
+
+
+def timed(run, tmp_path, capsys) -> list[dict]:
     main(["bench", "forward", "--run", str(run.path), "--device", "cpu", "--results", str(tmp_path), "--json"])
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["batch"] for row in rows] == [1, 2]
-    assert all(row["positions"] == "trained" and 0 < row["active_fraction"] < 1 for row in rows)
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_run_with_a_dial_is_timed_at_several_budgets(tmp_path, capsys):
+    run = evaluated(tmp_path, BudgetConfig(), curve=True)
+    rows = timed(run, tmp_path, capsys)
+    assert [(row["batch"], row["asked"]) for row in rows] == [(b, f) for b in (1, 2) for f in forward.BUDGETS]
+    for row in rows:
+        (point,) = (point for point in run.evaluation["curve"] if point["budget"] == row["asked"])
+        assert row["positions"] == "trained"
+        assert row["execution"] == "sparse"
+        assert (row["val_loss"], row["val_tlops_skipped"]) == (point["sparse"]["loss"], point["tlops_skipped"])
+    most, *_, least = rows[: len(forward.BUDGETS)]
+    assert most["active_fraction"] > least["active_fraction"]
+
+
+def test_the_soft_gate_skips_nothing(tmp_path, capsys):
+    run = evaluated(tmp_path, TSAConfig())
+    sparse, soft = timed(run, tmp_path, capsys)[:2]
+    assert (sparse["execution"], soft["execution"]) == ("sparse", "soft")
+    assert soft["tlops_skipped"] == 0
+    assert soft["flops_skipped"] < 0, "routers cost"
+    assert soft["val_loss"] == run.evaluation["soft"]["loss"]
+    assert sparse["val_loss"] == run.evaluation["sparse"]["loss"]
+
+
+def test_a_dense_run_is_what_the_others_are_compared_with(tmp_path, capsys):
+    (row, _) = timed(evaluated(tmp_path, DenseConfig()), tmp_path, capsys)
+    assert (row["tlops_skipped"], row["ceiling"]) == (0, 1)
+
+
+def test_a_run_without_its_figures_says_how_to_get_them(tmp_path, capsys):
+    run = train(tiny(tmp_path, method=BudgetConfig()), tmp_path / "run", show=False)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            timed(run, tmp_path, capsys)
+        assert f"tokendepth evaluate {run.path} --curve" in capsys.readouterr().err
+        run.write_evaluation(evaluate(run, timing=False))
+
+
+def test_at_full_activity_the_kernels_compute_the_dense_model():
+    dense = forward._built(SMALL["paper"].model, DenseConfig(), torch.device("cpu"))
+    ids = torch.arange(10).view(2, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(forward._at_full_activity(dense, ids), dense(ids).logits)
 
 
 @pytest.mark.parametrize(

@@ -1,36 +1,42 @@
 """What skipping gives on the clock: the forward pass against the best dense run that a user could have had.
 
 Before anything is timed, sparse must equal hard on the very decisions that will be timed. Conditions are interleaved,
-so that drift hits all alike. Routers and compaction run inside the timed region. On a CPU hard and sparse are what
-`compiled` makes of the model, and dense is the faster of eager and compiled, all with memory that is kept.
+so that drift hits all alike. Routers and compaction run inside the timed region. Whatever is timed is what `compiled`
+makes of the model, on a GPU captured as a graph; dense is the fastest of that, of eager and of our own kernels at full
+activity.
 
     efficiency = (speedup - 1) / (ceiling - 1)
 
 where the ceiling is the ratio of FLOPs, dense over executed, counted from the trace.
 """
 
+import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokendepth import auto, data
+from tokendepth import auto, calibrate, data
 from tokendepth.clock import captured, interleaved, quartiles
 from tokendepth.compiled import compiled
-from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth.config import BudgetConfig, DenseConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth.data import Dataset
 from tokendepth.data.dataset import Split
 from tokendepth.errors import UserError
 from tokendepth.evaluate import batches, load_model
 from tokendepth.machine import choose_device, environment
 from tokendepth.methods import build
-from tokendepth.model import LanguageModel, Output
+from tokendepth.model import Block, LanguageModel, Output, Pass
 from tokendepth.results import Row, add_rows
 from tokendepth.runs import Run
+from tokendepth.trace import DepthTotals
 
 FRACTIONS = (0.1, 0.25, 0.4, 0.5, 0.6, 0.726, 0.8, 1.0)
+BUDGETS = (0.7, 0.5, 0.4, 0.25)
+"""At which a trained run with a dial is timed."""
 REPEATS = {1: 40, 8: 12}
 """By batch; larger ones are repeated less often."""
 FEWEST_REPEATS = 5
@@ -51,7 +57,7 @@ SHAPES = {
 }
 """The paper's shape everywhere; the larger ones on a GPU, since they take minutes a pass elsewhere."""
 
-Condition = Callable[[], Output]
+Condition = Callable[[], object]
 
 
 def parse_fractions(text: str | None) -> tuple[float, ...]:
@@ -68,12 +74,15 @@ def parse_fractions(text: str | None) -> tuple[float, ...]:
 
 def in_words(row: Row) -> str:
     efficiency = "" if row["efficiency"] is None else f", efficiency {row['efficiency']:.2f}"
-    return (
+    own = row[f"{row['execution']}_ms"][0]
+    words = (
         f"{row['shape']}, batch {row['batch']}, active {row['active_fraction']:.3f}: {row['dense_ms'][0]:.2f} ms "
-        f"{row['best_dense']}, {row['sparse_ms'][0]:.2f} ms sparse: {row['speedup']:.2f}x, at most "
-        f"{row['ceiling']:.2f}x{efficiency}; auto runs {row['auto']}: {row['auto_over_hard']:.2f}x of the same weights "
-        "run densely"
+        f"{row['best_dense']}, {own:.2f} ms {row['execution']}: {row['speedup']:.2f}x, at most {row['ceiling']:.2f}x"
+        f"{efficiency}"
     )
+    if row["execution"] == "soft":
+        return words
+    return f"{words}; auto runs {row['auto']}: {row['auto_over_hard']:.2f}x of the same weights run densely"
 
 
 def measure(device_name: str, results: Path, fractions: tuple[float, ...] = FRACTIONS) -> Iterator[Row]:
@@ -91,22 +100,58 @@ def measure(device_name: str, results: Path, fractions: tuple[float, ...] = FRAC
 
 
 def measure_run(path: Path, device_name: str, results: Path) -> Iterator[Row]:
-    """Rows of a trained run that decides for itself, on its validation text."""
+    """Rows of a trained run that decides for itself, on its validation text, beside what it was evaluated to lose.
+
+    A run with a dial is executed at several budgets.
+    """
     run, device = Run.open(path), choose_device(device_name)
-    model, dataset = _as_served(load_model(run, device)), data.load(run.config.data)
+    if not run.evaluation:
+        raise UserError(f"{path} is not evaluated; run: tokendepth evaluate {path} --curve")
+    trained, dataset = load_model(run, device), data.load(run.config.data)
     run.check_corpus(dataset.fingerprint)
     split: Split = "val"
     text, _ = next(batches(dataset, split, run.config.model.context, device))
+    evaluated = _evaluated(run)
     for batch in SHAPES["paper"].batches:
         if batch > len(text):
             continue
-        for row in _compared(model, text[:batch], {None: None}):
+        ids = text[:batch]
+        cases = {budget: _decided(trained, ids, run, budget, dataset) for budget in evaluated}
+        soft = trained.method.has_soft and cases.get(None) is not None
+        for row in _compared(_as_served(copy.deepcopy(trained)), ids, cases, soft=soft):
             facts = {"benchmark": "forward", "shape": run.name, "positions": "trained", "run": run.name}
+            facts |= {"method": run.evaluation["method"], **evaluated[row["asked"]][row["execution"]]}
             yield _written(results, {**facts, **row, **environment(device)})
 
 
+def _evaluated(run: Run) -> dict[float | None, dict[str, Row]]:
+    """What each budget that the run is timed at (none: as it is) loses and skips on all of its validation text."""
+
+    def figures(at: Row, execution: str) -> Row:
+        skipped = {f"val_{name}": at[name] for name in ("tlops_skipped", "flops_skipped")}
+        return {"val_loss": at[execution]["loss"], **(skipped if execution == "sparse" else {})}
+
+    evaluation = run.evaluation or {}
+    if isinstance(run.config.method, BudgetConfig) and run.config.method.dial:
+        points = {point["budget"]: point for point in evaluation["curve"]}
+        if not set(BUDGETS) <= set(points):
+            raise UserError(f"{run.path} has no curve over budgets; run: tokendepth evaluate {run.path} --curve")
+        return {budget: {"sparse": figures(points[budget], "sparse")} for budget in BUDGETS}
+    return {None: {execution: figures(evaluation, execution) for execution in ("soft", "sparse")}}
+
+
+@torch.no_grad()
+def _decided(model: LanguageModel, ids: Tensor, run: Run, budget: float | None, dataset: Dataset) -> Tensor | None:
+    """What the run decides for this text, in the precision that it was evaluated in; None where nothing decides."""
+    if budget is not None:
+        calibrate.set_budget(model, run, budget, dataset)
+    trace = model(ids, execution="hard").trace
+    routed = [site.routed for site in trace.sites]
+    return trace.work[routed] > 0.5 if any(routed) else None
+
+
 def _written(results: Path, row: Row) -> Row:
-    identity = ("benchmark", "shape", "positions", "batch", "asked", "dtype", "device")
+    identity = ("benchmark", "shape", "positions", "batch", "asked", "execution", "dtype", "device")
     add_rows(results / "forward.json", [row], identity=identity)
     return row
 
@@ -120,11 +165,6 @@ def _as_served(model: LanguageModel) -> LanguageModel:
     return model.bfloat16() if model.norm.weight.is_cuda else model
 
 
-def _fastest(model: LanguageModel) -> LanguageModel:
-    """As it is on a GPU, where the passes are captured as graphs."""
-    return model if model.norm.weight.is_cuda else compiled(model)
-
-
 def _random(model: ModelConfig, batch: int, routers: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens, and one number in [0, 1) per decision: active below the fraction, at scattered positions."""
     dice = torch.Generator().manual_seed(0)
@@ -133,13 +173,17 @@ def _random(model: ModelConfig, batch: int, routers: int, device: torch.device) 
 
 
 @torch.no_grad()
-def _compared(model: LanguageModel, ids: Tensor, cases: dict[float | None, Tensor | None]) -> list[Row]:
-    """A row for each case of decisions (None: the model's own), all timed against each other."""
+def _compared(
+    model: LanguageModel, ids: Tensor, cases: dict[float | None, Tensor | None], *, soft: bool = False
+) -> list[Row]:
+    """A row for each case of decisions (None: nothing decides), all timed against each other.
+
+    `soft` adds one of the same weights as the paper's gate, with nothing skipped.
+    """
     torch.compiler.reset()  # a shape that was met before would make this one's code general, and slower
-    dense, fast = _built(model.config, DenseConfig(), ids.device), _fastest(model)
-    conditions: dict[tuple[str, float | None], Condition] = {("dense", None): lambda: dense(ids)}
-    compiled_dense = torch.compile(dense, dynamic=False)
-    conditions["compiled dense", None] = lambda: compiled_dense(ids)
+    fast = compiled(model)
+    conditions: dict[tuple[str, float | None], Condition] = _dense_conditions(model.config, ids)
+    baselines = list(conditions)
     totals, choices = {}, {}
     for fraction, decisions in cases.items():
 
@@ -147,43 +191,73 @@ def _compared(model: LanguageModel, ids: Tensor, cases: dict[float | None, Tenso
             return fast(ids, execution=execution, decisions=decisions)
 
         _check_equal(run("sparse"), model(ids, execution="hard", decisions=decisions))
-        totals[fraction] = run("sparse").trace.totals()
-        choices[fraction] = auto.choose(fast, len(ids), ids.shape[1], totals[fraction].active_fraction)
+        totals["sparse", fraction] = run("sparse").trace.totals()
+        choices[fraction] = auto.choose(fast, len(ids), ids.shape[1], totals["sparse", fraction].active_fraction)
         conditions["sparse", fraction] = lambda run=run: run("sparse")
         conditions["hard", fraction] = lambda run=run: run("hard")
+    if soft:
+        conditions["soft", None] = lambda: fast(ids, execution="soft")
+        totals["soft", None] = _nothing_skipped(model, ids)
     captures = {name: captured(condition, ids.device) for name, condition in conditions.items()}
     spent = interleaved(captures, REPEATS.get(len(ids), FEWEST_REPEATS), ids.device)
     times = {name: quartiles(values) for name, values in spent.items()}
-    best, _ = min(("dense", None), ("compiled dense", None), key=lambda name: times[name][0])
-    best_ms = times[best, None]
+    best = min(baselines, key=lambda name: times[name][0])
     rows = []
-    for fraction, depth in totals.items():
-        sparse, hard = times["sparse", fraction], times["hard", fraction]
-        chosen = sparse if choices[fraction].execution == "sparse" else hard
-        ceiling, speedup = depth.flops_dense / depth.flops, best_ms[0] / sparse[0]
-        rows.append(
-            {
-                "asked": fraction,
-                "active_fraction": depth.active_fraction,
-                "batch": len(ids),
-                "context": ids.shape[1],
-                "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
-                "best_dense": best,
-                "dense_ms": best_ms,
-                "hard_ms": hard,
-                "sparse_ms": sparse,
-                "flops_skipped": depth.flops_skipped,
-                "tlops_skipped": depth.tlops_saved,
-                "ceiling": ceiling,
-                "speedup": speedup,
-                "efficiency": (speedup - 1) / (ceiling - 1) if ceiling > 1 else None,
-                "speedup_over_hard": hard[0] / sparse[0],
-                "auto": choices[fraction].execution,
-                "auto_over_hard": hard[0] / chosen[0],
-                "auto_over_dense": best_ms[0] / chosen[0],
-            }
-        )
+    for (execution, fraction), depth in totals.items():
+        own, best_ms = times[execution, fraction], times[best]
+        ceiling, speedup = depth.flops_dense / depth.flops, best_ms[0] / own[0]
+        row = {
+            "asked": fraction,
+            "execution": execution,
+            "active_fraction": depth.active_fraction,
+            "batch": len(ids),
+            "context": ids.shape[1],
+            "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+            "best_dense": best[0],
+            "dense_ms": best_ms,
+            f"{execution}_ms": own,
+            "flops_skipped": depth.flops_skipped,
+            "tlops_skipped": depth.tlops_saved,
+            "ceiling": ceiling,
+            "speedup": speedup,
+            "efficiency": (speedup - 1) / (ceiling - 1) if ceiling > 1 else None,
+        }
+        if execution == "sparse":
+            hard = times["hard", fraction]
+            chosen = own if choices[fraction].execution == "sparse" else hard
+            row |= {"hard_ms": hard, "speedup_over_hard": hard[0] / own[0], "auto": choices[fraction].execution}
+            row |= {"auto_over_hard": hard[0] / chosen[0], "auto_over_dense": best_ms[0] / chosen[0]}
+        rows.append(row)
     return rows
+
+
+def _dense_conditions(config: ModelConfig, ids: Tensor) -> dict[tuple[str, float | None], Condition]:
+    """The router-free model in every way to run it that might be the fastest."""
+    dense = _built(config, DenseConfig(), ids.device)
+    static = torch.compile(dense, dynamic=False)
+    found: dict[tuple[str, float | None], Condition] = {
+        ("dense", None): lambda: dense(ids),
+        ("compiled dense", None): lambda: static(ids),
+    }
+    if ids.is_cuda:
+        full = torch.compile(_at_full_activity, dynamic=False)
+        found["own kernels at full activity", None] = lambda: full(dense, ids)
+    return found
+
+
+def _at_full_activity(dense: LanguageModel, ids: Tensor) -> Tensor:
+    """A dense model by the kernels that skip, which then skip nothing."""
+    run, everyone = Pass("sparse"), torch.ones_like(ids, dtype=torch.bool)
+    hidden = dense.embedded(ids, run)
+    for block in (module for module in dense.method.modules() if isinstance(module, Block)):
+        hidden = block.forward_active(hidden, run, everyone)
+    return dense.readout(hidden)
+
+
+def _nothing_skipped(model: LanguageModel, ids: Tensor) -> DepthTotals:
+    """What executing the soft gate costs: a weight of 0.01 is computed as a weight of 1 is."""
+    trace = model(ids, execution="soft").trace
+    return replace(trace, work=torch.ones_like(trace.work)).totals()
 
 
 def _check_equal(sparse: Output, hard: Output) -> None:
