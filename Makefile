@@ -35,6 +35,7 @@ bench: $(VENV)/.installed-dev
 	@$(BIN)/tokendepth bench training $(ARGS)
 
 readme: $(VENV)/.installed-dev
+	@$(BIN)/python -m tokendepth.report.speed
 	@$(BIN)/python -m tokendepth.report.readme
 	@$(BIN)/python -m tokendepth.studies.document
 	@$(BIN)/python -m tokendepth.studies.pages

@@ -8,17 +8,19 @@ from pathlib import Path
 
 from tokendepth.files import write_bytes
 from tokendepth.report.results import at_budgets, records
+from tokendepth.report.speed import headline
 from tokendepth.report.summary import group
 from tokendepth.report.tables import markdown_table
 from tokendepth.results import Row, read_rows
 
-PART = re.compile(r"(<!-- (results|training|faults): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PART = re.compile(r"(<!-- (results|headline|training|faults): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def render(text: str, root: Path) -> str:
     """`text` with every generated part made anew from the files under `root`."""
     makers = {
         "results": lambda path: markdown_table(group(at_budgets(records(path)))),
+        "headline": lambda path: headline([row for row in read_rows(path) if row["positions"] == "trained"]),
         "training": _training_table,
         "faults": _faults_table,
     }
