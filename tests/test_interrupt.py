@@ -4,9 +4,13 @@ At random moments `bench/test_faults.py` has it; here it is every call, and the 
 """
 
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +19,9 @@ from tokendepth import train as train_module
 from tokendepth.bench.faults.processes import Server
 from tokendepth.config import RunConfig, TSAConfig
 from tokendepth.runs import Run
-from tokendepth.train import Interrupted, train
+from tokendepth.train import Interrupted, StopSignals, train
 
+ROOT = Path(__file__).resolve().parents[1]
 STEPS = 20
 
 
@@ -87,6 +92,36 @@ def test_a_second_sigint_ends_at_once(server, undisturbed, first, tmp_path):
     assert child.exit_code() == 130
     assert time.perf_counter() - start < 5  # its step would have taken a minute
     assert_same_result(server.finish(config, tmp_path / "run"), expected)
+
+
+def test_a_second_sigint_ends_at_once_also_inside_one_long_instruction(tmp_path):
+    """A backward pass is one to Python, whose handlers wait for its end; a hash of many rounds does for it here."""
+    script = (
+        "import hashlib; from tokendepth.train import StopSignals\n"
+        "with StopSignals(): print('in', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 500_000_000)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"in\n"
+        time.sleep(0.2)  # into the hash
+        child.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.5)  # the first one is a request
+        child.send_signal(signal.SIGINT)
+        assert child.wait(5) == 130
+
+
+def test_after_training_signals_are_as_they_were():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), threading.active_count()
+    descriptor = signal.set_wakeup_fd(-1)
+    with StopSignals():
+        assert signal.getsignal(signal.SIGINT) != before[0]
+    assert signal.set_wakeup_fd(-1) == -1
+    signal.set_wakeup_fd(descriptor)
+    deadline = time.perf_counter() + 5
+    while threading.active_count() > before[2] and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), threading.active_count()) == before
 
 
 # --- in this process --------------------------------------------------------------------------------------------------

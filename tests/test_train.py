@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,13 +18,13 @@ import torch
 
 from tests.tiny import TEXT, hashes, one_line, steady, tiny, write_corpus
 from tokendepth import train as train_module
+from tokendepth.bench.faults.damage import stopped_run
 from tokendepth.config import DenseConfig, RunConfig, TSAConfig, to_dict
 from tokendepth.data import load, tokenizer_from_dict
 from tokendepth.errors import UserError
 from tokendepth.evaluate import load_model
 from tokendepth.methods import build
 from tokendepth.runs import Run
-from tokendepth.step import Ranks
 from tokendepth.train import _Training, train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -403,14 +404,34 @@ def refused(config: RunConfig, out: Path, *, resume: bool = False) -> str:
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path):
-    config = tiny(tmp_path, batch_size=4, accumulate=2)
     with pytest.raises(UserError) as raised:
-        _Training(config, tmp_path / "run", False, False, torch.device("cpu"), Ranks(0, 4), contextlib.ExitStack())
+        train_module._check_batch(tiny(tmp_path, batch_size=4, accumulate=2).train, world=4)
     message = one_line(raised.value)
     assert "train.batch_size is 4" in message
     assert "multiple of accumulate x ranks (8)" in message
     assert "--train.batch-size" in message
-    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("what", ["seed", "corpus"])
+def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(what, tmp_path):
+    """It has the right shapes and a good manifest; only what it carries of its run tells."""
+    config = tiny(tmp_path)
+    other = replace(config, train=replace(config.train, seed=1))
+    if what == "corpus":  # of the same vocabulary, at the same place
+        other = config
+    run = stopped_run(config, tmp_path / "run", 5)
+    if what == "corpus":
+        write_corpus(tmp_path, TEXT[::-1])
+    foreign = stopped_run(other, tmp_path / "foreign", 5)
+    write_corpus(tmp_path)
+    shutil.rmtree(run.checkpoints)
+    shutil.copytree(foreign.checkpoints, run.checkpoints)
+    before = hashes(run.path)
+    message = refused(config, run.path, resume=True)
+    assert "checkpoints/step-00000004 is of another run: " in message
+    assert ("train.seed is 1, not 0" if what == "seed" else "had another content") in message
+    assert "put the run's own checkpoint in its place" in message
+    assert hashes(run.path) == before
 
 
 def test_cuda_where_there_is_none_is_refused(tmp_path, monkeypatch):
@@ -558,6 +579,24 @@ def test_two_ranks_train_as_one_does_on_the_same_global_batch(tmp_path):
             assert row == pytest.approx(expected, rel=1e-5)
         assert hashes(two.path).keys() == hashes(one.path).keys()
     assert train_module.Ranks().world == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["--data.corpus", "text:nowhere.txt"], "nowhere.txt"), (["--train.batch-size", "5"], "train.batch_size is 5")],
+)
+def test_what_all_ranks_refuse_is_said_once(words, says, tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "tokendepth.cli", "train", "demo.dense", "--out", "run", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*launch, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    said = [line for line in done.stderr.splitlines() if line.startswith("tokendepth: ")]
+    assert len(said) == 1, done.stderr
+    assert says in said[0]
+    assert str(ROOT / "tokendepth") not in done.stderr, "torchrun has a traceback of its own, we have none"
+    assert not (tmp_path / "run").exists()
 
 
 # --- the small files --------------------------------------------------------------------------------------------------

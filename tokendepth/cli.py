@@ -11,7 +11,7 @@ import tyro
 import tokendepth
 from tokendepth.arguments import check
 from tokendepth.commands import COMMANDS
-from tokendepth.errors import Interrupted, UserError
+from tokendepth.errors import Interrupted, SaidElsewhere, UserError
 
 _NAMES = {command.__name__.lower(): command for command in COMMANDS}
 
@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         parse(arguments)()
     except UserError as error:
-        print(f"tokendepth: {error}", file=sys.stderr)
+        if not isinstance(error, SaidElsewhere):
+            print(f"tokendepth: {error}", file=sys.stderr)
         sys.exit(2)
     except Interrupted as stopped:
         if int(os.environ.get("RANK", "0")) == 0:

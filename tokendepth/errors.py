@@ -13,6 +13,13 @@ class UserError(ValueError):
     """
 
 
+class SaidElsewhere(UserError):
+    """Another rank of the same training refuses too, and says why."""
+
+    def __init__(self) -> None:
+        super().__init__("another rank refuses; its message says why")
+
+
 class Interrupted(Exception):
     """SIGINT or SIGTERM arrived; everything up to `step` is saved."""
 

@@ -224,6 +224,17 @@ class Run:
                 skipped.append(f"passed over a checkpoint: {error}; {remedy}")
         return None, skipped
 
+    def check_checkpoint(self, checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -> None:
+        """One that verifies may still be of another run: whoever moves folders can mix them up."""
+        there, env = (json.loads(checkpoint.files.get(name, b"null")) for name in ("config.json", "env.json"))
+        difference = there and _first_difference(there, to_dict(config))
+        if not difference and env and env.get("corpus_sha256") != fingerprint:
+            difference = f"its corpus {config.data.corpus!r} had another content"
+        if difference:
+            folder = self.checkpoints / f"step-{checkpoint.step:08d}"
+            remedy = "put the run's own checkpoint in its place, or remove it to go on without it"
+            raise UserError(f"{folder} is of another run: {difference}; {remedy}")
+
     def _checkpoint_folders(self) -> list[Path]:
         return sorted(self.checkpoints.glob("step-*"), key=_step_of, reverse=True)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tokendepth.config import TrainConfig
 from tokendepth.data.dataset import NO_LOSS
-from tokendepth.errors import UserError
+from tokendepth.errors import SaidElsewhere, UserError
 from tokendepth.model import LanguageModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -81,6 +81,20 @@ class Ranks:
         if self.world > 1:
             with _peers():
                 dist.barrier()
+
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """What one rank refuses inside, all refuse, when all have come to its end; the first of them says why."""
+        refused = None
+        try:
+            yield
+        except UserError as error:
+            refused = error
+        refusals = self._all(int(refused is not None))
+        if refused and refusals.index(1) == self.rank:
+            raise refused
+        if any(refusals):
+            raise SaidElsewhere
 
 
 @contextlib.contextmanager

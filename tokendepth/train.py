@@ -13,13 +13,14 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
 
 from tokendepth import data
 from tokendepth.calibrate import calibrate
-from tokendepth.config import RunConfig
+from tokendepth.config import RunConfig, TrainConfig
 from tokendepth.data import Dataset
 from tokendepth.errors import Interrupted, UserError
 from tokendepth.evaluate import Batch, batches, measure
@@ -37,25 +38,43 @@ VALIDATION_TOKENS = 2**18
 
 
 class StopSignals:
-    """Turn the first SIGINT or SIGTERM into a request that the loop honours between steps; a second SIGINT kills."""
+    """Turn the first SIGINT or SIGTERM into a request that the loop honours between steps; a SIGINT after it kills.
+
+    Python runs a handler only between two of its own instructions, and a backward pass is one: so a thread of ours
+    hears of signals as they come.
+    """
 
     def __init__(self) -> None:
         self.received = 0
+        self.before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        here = threading.current_thread() is threading.main_thread()  # elsewhere Python allows no handlers
-        numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
-        self.before = {number: signal.signal(number, self._note) for number in numbers}
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            hear, self.told = os.pipe()
+            os.set_blocking(self.told, False)
+            self.before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+            self.told_before = signal.set_wakeup_fd(self.told, warn_on_full_buffer=False)
+            threading.Thread(target=self._kill_at_the_second, args=(hear,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        if self.before:
+            signal.set_wakeup_fd(self.told_before)
+            os.close(self.told)  # which ends the thread
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
-            os._exit(128 + number)
         self.received = self.received or number
+
+    def _kill_at_the_second(self, hear: int) -> None:
+        asked = False
+        while numbers := os.read(hear, 64):
+            for number in numbers:
+                if asked and number == signal.SIGINT:
+                    os._exit(128 + number)
+                asked = asked or number in self.before
+        os.close(hear)
 
 
 def resolve(config: RunConfig, dataset: Dataset) -> RunConfig:
@@ -68,6 +87,13 @@ def resolve(config: RunConfig, dataset: Dataset) -> RunConfig:
         )
     dataset.check_context(config.model.context)
     return replace(config, model=replace(config.model, vocab_size=found))
+
+
+def _check_batch(config: TrainConfig, world: int) -> None:
+    parts = config.accumulate * world
+    if config.batch_size % parts:
+        expected = f"expected a multiple of accumulate x ranks ({parts})"
+        raise UserError(f"train.batch_size is {config.batch_size}; {expected}; set it with --train.batch-size")
 
 
 def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: bool = True) -> Run:
@@ -92,27 +118,22 @@ class _Training:
         ranks: Ranks,
         held: contextlib.ExitStack,
     ) -> None:
-        parts = config.train.accumulate * ranks.world
-        if config.train.batch_size % parts:
-            value = f"train.batch_size is {config.train.batch_size}"
-            raise UserError(
-                f"{value}; expected a multiple of accumulate x ranks ({parts}); set it with --train.batch-size"
-            )
-        if ranks.rank > 0:  # rank 0 first: it fills the cache that the others then share
-            ranks.wait()
-        self.dataset = data.load(config.data)
-        if ranks.rank == 0:
-            ranks.wait()
-        self.config = resolve(config, self.dataset)
         self.device, self.ranks, self.stop, self.show = device, ranks, StopSignals(), show
-        self.writer = None
-        summary_writer = _summary_writer() if self.config.train.tensorboard else None
-        self.run = Run(out)
-        if ranks.rank == 0:
-            if not self.run.finished:  # one that is may lie where nothing can be written
-                held.enter_context(only_one(out))
-            Run.create(out, self.config, resume=resume)
-        ranks.wait()
+        self.run, self.writer = Run(out), None
+        with ranks.agreeing():
+            _check_batch(config.train, ranks.world)
+            summary_writer = _summary_writer() if config.train.tensorboard else None
+            if ranks.rank == 0:  # first: it fills the cache that the others then share
+                self.dataset = data.load(config.data)
+        with ranks.agreeing():
+            if ranks.rank > 0:
+                self.dataset = data.load(config.data)
+            self.config = resolve(config, self.dataset)
+        with ranks.agreeing():
+            if ranks.rank == 0:
+                if not self.run.finished:  # one that is may lie where nothing can be written
+                    held.enter_context(only_one(out))
+                Run.create(out, self.config, resume=resume)
         if summary_writer and ranks.rank == 0 and not self.run.finished:
             self.writer = summary_writer(str(out / "tensorboard"))
 
@@ -151,19 +172,21 @@ class _Training:
 
     def _restore(self) -> int:
         """Load the newest good checkpoint, or start; return how many steps are done."""
-        checkpoint, skipped = self.run.load_checkpoint()
-        for line in skipped:
-            self._say(line)
+        step = 0
+        with self.ranks.agreeing():
+            checkpoint, skipped = self.run.load_checkpoint()
+            for line in skipped:
+                self._say(line)
+            if checkpoint:
+                step = checkpoint.step
+                self.run.check_checkpoint(checkpoint, self.config, self.dataset.fingerprint)
+                self.optimiser_step.load_state(checkpoint.tensors, step)
+                tokens, self.tlops = fitting(checkpoint.tensors, "progress", torch.zeros(2)).tolist()
+                self.tokens, self.saved = int(tokens), step
         if not checkpoint and (self.run.path / "model.safetensors").exists():
             self._say(
                 f"{self.run.path / 'model.safetensors'} has lost its manifest; not trusted, training starts afresh"
             )
-        step = 0
-        if checkpoint:
-            step = checkpoint.step
-            self.optimiser_step.load_state(checkpoint.tensors, step)
-            tokens, self.tlops = fitting(checkpoint.tensors, "progress", torch.zeros(2)).tolist()
-            self.tokens, self.saved = int(tokens), step
         self.files = checkpoint.files if checkpoint else self._first_files()
         if checkpoint and self.ranks.rank == 0:
             self._restore_files()
