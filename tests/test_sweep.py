@@ -120,7 +120,6 @@ def test_a_folder_of_another_config_is_a_failure_and_is_left_alone(tmp_path):
     assert hashes(out / "dense") == kept
 
 
-@pytest.mark.slow
 def test_a_stopped_sweep_saves_its_runs_and_goes_on(tmp_path):
     cell = f"demo.dense:data.corpus={tiny(tmp_path).data.corpus}:model.context=16:model.d-model=8:train.steps=4000"
     words = [sys.executable, "-m", "tokendepth.cli", "sweep", cell, "--seeds", "1", "--out", str(tmp_path / "out")]

@@ -364,6 +364,8 @@ def test_nan_stops_the_run_and_no_checkpoint_holds_one(parameter, tmp_path):
     message = one_line(raised.value)
     assert "step 6" in message
     assert "loss nan" in message
+    first, *_ = load(config.data).batch_ids(seed=0, step=5, batch_size=config.train.batch_size, context=16)
+    assert f"(examples {first}, " in message, "what it was shown can be looked at"
     assert "--train.lr" in message
     run = Run(tmp_path / "run")
     assert not run.finished
@@ -662,4 +664,5 @@ def test_a_model_without_its_manifest_is_trained_again_and_not_in_silence(tmp_pa
     expected = weights(run)
     (run.path / "MANIFEST.json").unlink()
     assert weights(train(config, run.path, resume=True)) == expected
-    assert "model.safetensors has lost its manifest" in capsys.readouterr().err
+    assert "model.safetensors has lost its manifest; it is kept as" in capsys.readouterr().err
+    assert (run.path / "model.unverified.safetensors").exists()

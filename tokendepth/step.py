@@ -109,6 +109,10 @@ def _peers() -> Iterator[None]:
         ) from error
 
 
+class NotFinite(UserError):
+    """A loss, gradient or weight; nothing was updated."""
+
+
 @dataclass(frozen=True)
 class Stats:
     """What one step saw, summed over its global batch."""
@@ -193,7 +197,7 @@ class OptimiserStep:
         *seen, grad_norm = torch.cat([self.stats, self.gradient.norm()[None]]).tolist()
         task, depth, *work = seen
         if not math.isfinite(task + depth + grad_norm):
-            raise UserError(self._not_finite(self.step, task, grad_norm))
+            raise NotFinite(self._not_finite(self.step, task, grad_norm))
         if grad_norm > self.config.clip:
             self.gradient.mul_(self.config.clip / grad_norm)
         for group in self.adam.param_groups:

@@ -24,13 +24,13 @@ from tokendepth.config import RunConfig, TrainConfig
 from tokendepth.data import Dataset
 from tokendepth.errors import Interrupted, UserError
 from tokendepth.evaluate import Batch, batches, measure
-from tokendepth.files import json_bytes
+from tokendepth.files import disk_faults, json_bytes
 from tokendepth.lock import only_one
 from tokendepth.machine import choose_device, environment
 from tokendepth.methods import build
 from tokendepth.progress import TrainingProgress, console
 from tokendepth.runs import Run, config_bytes
-from tokendepth.step import OptimiserStep, Ranks, Stats, cosine, fitting
+from tokendepth.step import NotFinite, OptimiserStep, Ranks, Stats, cosine, fitting
 from tokendepth.trace import DepthTotals
 
 VALIDATION_TOKENS = 2**18
@@ -183,10 +183,11 @@ class _Training:
                 self.optimiser_step.load_state(checkpoint.tensors, step)
                 tokens, self.tlops = fitting(checkpoint.tensors, "progress", torch.zeros(2)).tolist()
                 self.tokens, self.saved = int(tokens), step
-        if not checkpoint and (self.run.path / "model.safetensors").exists():
-            self._say(
-                f"{self.run.path / 'model.safetensors'} has lost its manifest; not trusted, training starts afresh"
-            )
+        weights = self.run.path / "model.safetensors"
+        if not checkpoint and self.ranks.rank == 0 and weights.exists():
+            with disk_faults(weights):
+                weights.rename(kept := weights.with_name("model.unverified.safetensors"))
+            self._say(f"{weights} has lost its manifest; it is kept as {kept.name}, training starts afresh")
         self.files = checkpoint.files if checkpoint else self._first_files()
         if checkpoint and self.ranks.rank == 0:
             self._restore_files()
@@ -218,7 +219,10 @@ class _Training:
         self.optimiser_step.begin(inputs, targets, step=step)
         self.next_batch = self._batch(step + 1)  # while a GPU is busy
         lr = cosine(step, config.steps, config.lr)
-        stats = self.optimiser_step.finish(lr=lr)
+        try:
+            stats = self.optimiser_step.finish(lr=lr)
+        except NotFinite as error:
+            raise UserError(f"{error} ({self._examples(step)})") from None
         done, tokens = step + 1, inputs.size * self.ranks.world
         self.tokens += tokens
         self.tlops += sum(stats.work)
@@ -242,6 +246,15 @@ class _Training:
             rank=self.ranks.rank,
             world=self.ranks.world,
         )
+
+    def _examples(self, step: int) -> str:
+        """Those of a step's batch, by their numbers, for whoever wants to look at them."""
+        config = self.config.train
+        ids = self.dataset.batch_ids(
+            seed=config.seed, step=step, batch_size=config.batch_size, context=self.config.model.context
+        )
+        shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+        return f"examples {shown} of {self.config.data.corpus}'s training part"
 
     def _active_fraction(self, stats: Stats, tokens: int) -> float:
         routed = tuple(site.routed for site in self.model.method.sites(keys=1))

@@ -54,10 +54,7 @@ def test_every_fault_is_tried():
     assert SMALL.keys() == FAULTS.keys()
 
 
-SLOW = {"kill-rank"}  # torchrun starts six processes, each of which imports torch
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SMALL])
+@pytest.mark.parametrize("name", SMALL)
 def test_nothing_is_lost(name, tmp_path):
     outcome = tried(name, tmp_path)
     if outcome.skipped:

@@ -46,8 +46,12 @@ class Dataset(ABC):
             )
         self.check_context(context)
         share = batch_size // world
-        picks = draw((seed, step), batch_size, self._train_choices(context))
+        picks = self.batch_ids(seed=seed, step=step, batch_size=batch_size, context=context)
         return self._train_examples(picks[rank * share : (rank + 1) * share], context)
+
+    def batch_ids(self, *, seed: int, step: int, batch_size: int, context: int) -> np.ndarray:
+        """Which examples a step takes, over all ranks: of a text, the tokens that they begin at."""
+        return draw((seed, step), batch_size, self._train_choices(context))
 
     @abstractmethod
     def _train_choices(self, context: int) -> int:
