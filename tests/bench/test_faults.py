@@ -20,11 +20,12 @@ from tokendepth.train import train
 
 SMALL = {
     "kill": 10,
-    "kill-rank": 3,
+    "kill-rank": 1,
     "resume": 4,
     "gpu-resume": 1,
     "stop": 4,
     "damage": 24,
+    "foreign": 3,
     "mutation": 360,
     "pickle": 12,
     "disk-full": 4,

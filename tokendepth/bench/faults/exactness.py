@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from tokendepth import data
 from tokendepth.bench.faults.damage import at_step, stopped_run
 from tokendepth.bench.faults.outcome import Outcome, Tell, max_difference, subject
 from tokendepth.bench.faults.processes import Server, check_killed
-from tokendepth.config import DataConfig, TSAConfig
+from tokendepth.config import DataConfig, TSAConfig, override
 from tokendepth.errors import UserError
 from tokendepth.files import deserialize
 from tokendepth.runs import Run
@@ -96,6 +97,38 @@ def finished(folder: Path, count: int, tell: Tell) -> Outcome:
     for _ in range(count):
         train(config, run.path, resume=True, show=False)
         outcome.check(_state(run.path) == before, "a file changed")
+        outcome.attempts += 1
+        tell(outcome.attempts, count)
+    return outcome
+
+
+FOREIGN = ("seed=1", "lr=0.02", "weight_decay=0", "clip=2", "decay=all", "accumulate=2")
+"""By what a run may differ from another whose checkpoints have the same shapes."""
+
+
+def foreign(folder: Path, count: int, tell: Tell) -> Outcome:
+    """The checkpoints of another run in the place of a stopped one's: refused, and the run's own put back serve it."""
+    outcome = Outcome()
+    config = subject(folder, steps=8)
+    expected = train(config, folder / "expected", show=False)
+    stopped = stopped_run(config, folder / "stopped", 6)
+    for change in FOREIGN[:count]:
+        key, _, value = change.partition("=")
+        other = stopped_run(override(config, {f"train.{key}": value}), folder / f"other-{key}", 6)
+        run = Run(shutil.copytree(stopped.path, folder / f"run-{key}"))
+        shutil.rmtree(run.checkpoints)
+        shutil.copytree(other.checkpoints, run.checkpoints)
+        before = _state(run.path)
+        try:
+            train(config, run.path, resume=True, show=False)
+            outcome.check(False, f"{change}: accepted")
+        except UserError as error:
+            outcome.check("is of another run" in str(error), f"{change}: {error}")
+            outcome.said([str(error)], run.path)
+        outcome.check(_state(run.path) == before, f"{change}: a file changed")
+        shutil.rmtree(run.checkpoints)
+        shutil.copytree(stopped.checkpoints, run.checkpoints)
+        outcome.compare(train(config, run.path, resume=True, show=False), expected)
         outcome.attempts += 1
         tell(outcome.attempts, count)
     return outcome

@@ -57,6 +57,10 @@ FAULTS = {
         damage.damage, 24, "a file of a run missing, cut, emptied or with a flipped bit (12 files, 4 ways)",
         "found and named; an unfinished run goes on to the same bits, a finished one is refused",
     ),
+    "foreign": Fault(
+        exactness.foreign, len(exactness.FOREIGN), "another run's checkpoint in the place of its own, shapes alike",
+        "refused with what differs, no file changed; with its own put back, the same bits in the end",
+    ),
     "mutation": Fault(
         mutation.mutation, 10_000, "a mutated config, checkpoint, metrics, model, token cache or corpus",
         "read as it was written, passed over for the one before, or refused in one line; no crash, no hang",
