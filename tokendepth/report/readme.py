@@ -68,11 +68,15 @@ def draw(root: Path) -> None:
     """The figures that the README shows."""
     from tokendepth.report.pareto import pareto
 
-    drawing = pareto(group(records(root / "results/shakespeare.json")))
-    assert drawing is not None
     (root / "docs/figures").mkdir(exist_ok=True)
-    write_bytes(root / "docs/figures/pareto-shakespeare.svg", drawing.svg)
-    write_bytes(root / "docs/figures/pareto-shakespeare.png", drawing.png)
+    for corpus in ("shakespeare", "enwik8"):
+        path = root / f"results/{corpus}.json"
+        if not path.exists():
+            continue
+        drawing = pareto(group(records(path)))
+        assert drawing is not None
+        write_bytes(root / f"docs/figures/pareto-{corpus}.svg", drawing.svg)
+        write_bytes(root / f"docs/figures/pareto-{corpus}.png", drawing.png)
 
 
 if __name__ == "__main__":
