@@ -192,6 +192,11 @@ def test_bytes_of_one_character_are_printed_together(tmp_path, capsys):
     assert capsys.readouterr().out.count("é") > 2, "two bytes, one character"
 
 
+def test_describing_a_model_takes_none_of_its_memory(capsys):
+    main(["describe", "demo.tsa", "--model.d-model", "1000000", "--model.n-head", "1", "--json"])
+    assert json.loads(capsys.readouterr().out)["parameters"] > 10**13
+
+
 def test_the_version(capsys):
     main(["--version"])
     assert capsys.readouterr().out.startswith("tokendepth 0.")
@@ -273,8 +278,9 @@ def test_cuda_without_cuda(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     line = refused(capsys, *TRAIN, "--train.device", "cuda", "--out", str(tmp_path / "run"))
     assert "cuda" in line
-    assert "ask for cpu" in line
+    assert "set --train.device cpu or auto" in line
     assert not (tmp_path / "run").exists()
+    assert "set --device cpu or auto" in refused(capsys, "bench", "forward", "--device", "cuda")
 
 
 @pytest.mark.parametrize(
@@ -318,6 +324,14 @@ def test_a_wrong_checksum(capsys, tmp_path, monkeypatch):
     line = refused(capsys, *TRAIN, "--out", str(tmp_path / "run"))
     assert "tinyshakespeare.txt" in line
     assert "SHA-256" in line
+
+
+def test_a_model_that_no_memory_holds(capsys, tmp_path, corpus):
+    huge = ["--model.d-model", "1000000", "--model.n-head", "1"]
+    line = refused(capsys, *TRAIN, *TINY, "--data.corpus", corpus, *huge, "--out", str(tmp_path / "run"))
+    assert "parameters needs" in line
+    assert "lower --model.d-model" in line
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_output_folder_that_holds_something_else(run, capsys, tmp_path, corpus):

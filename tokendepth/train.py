@@ -21,6 +21,7 @@ from tokendepth import data
 from tokendepth.calibrate import calibrate
 from tokendepth.config import RunConfig
 from tokendepth.data import Dataset
+from tokendepth.describe import check_fits
 from tokendepth.errors import Interrupted, UserError
 from tokendepth.evaluate import Batch, batches, measure
 from tokendepth.files import json_bytes
@@ -72,7 +73,7 @@ def resolve(config: RunConfig, dataset: Dataset) -> RunConfig:
 
 def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: bool = True) -> Run:
     """Train `config` into the folder `out`. `resume` goes on with what is there and starts afresh where nothing is."""
-    device = choose_device(config.train.device)
+    device = choose_device(config.train.device, "--train.device")
     ranks = Ranks.join(device)
     with contextlib.ExitStack() as held:
         held.callback(ranks.leave)
@@ -104,6 +105,7 @@ class _Training:
         if ranks.rank == 0:
             ranks.wait()
         self.config = resolve(config, self.dataset)
+        check_fits(self.config, device)
         self.device, self.ranks, self.stop, self.show = device, ranks, StopSignals(), show
         self.writer = None
         summary_writer = _summary_writer() if self.config.train.tensorboard else None
