@@ -452,7 +452,18 @@ def test_another_runtime_error_keeps_its_traceback(monkeypatch):
 
 @pytest.mark.parametrize("command", [["train", "demo.tsa"], ["describe", "demo.tsa"], ["doctor"]])
 def test_a_package_that_is_not_installed(command):
-    code = "import sys; sys.modules['torch'] = None; from tokendepth.cli import main; main(sys.argv[1:])"
+    code = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+from tokendepth.cli import main
+main(sys.argv[1:])
+"""
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

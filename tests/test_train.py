@@ -416,7 +416,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path):
 def test_cuda_where_there_is_none_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     message = refused(tiny(tmp_path, device="cuda"), tmp_path / "run")
-    assert "ask for cpu" in message
+    assert "set --train.device cpu" in message
     assert not (tmp_path / "run").exists()
 
 
