@@ -56,7 +56,17 @@ CONFINED = {  # third-party package -> the only files in tokendepth/ that may im
     "tyro": r"cli\.py|commands/\w+\.py",
 }
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-TORCH_FILES = {"torch.load", "torch.save", "torch.serialization.load", "torch.serialization.save"}
+TORCH_PICKLES = {  # functions, and modules of which every function is suspect
+    "torch.load",
+    "torch.save",
+    "torch.serialization.load",
+    "torch.serialization.save",
+    "torch.jit.load",
+    "torch.jit.save",
+    "torch.hub",
+    "torch.package",
+    "torch.distributed.checkpoint",
+}
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -172,13 +182,17 @@ def size_problems(path: str, text: str) -> list[str]:
 def pickle_problems(path: str, source: str) -> list[str]:
     tree = ast.parse(source)
     names = list(imports(path, source))
-    problems = [f"{path} imports {n}" for n in names if n.split(".")[0] in PICKLES or n in TORCH_FILES]
+    torch_pickle = re.compile(rf"({'|'.join(map(re.escape, TORCH_PICKLES))})(\..+)?")
+    problems = [f"{path} imports {n}" for n in names if n.split(".")[0] in PICKLES or torch_pickle.fullmatch(n)]
     nodes = list(ast.walk(tree))
     aliases = {a.asname: a.name for node in nodes if isinstance(node, ast.Import) for a in node.names if a.asname}
     for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            aliases |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             head, _, rest = ast.unparse(node).partition(".")
-            if f"{aliases.get(head, head)}.{rest}" in TORCH_FILES:
+            if f"{aliases.get(head, head)}.{rest}" in TORCH_PICKLES:
                 problems.append(f"{path}:{node.lineno} uses {ast.unparse(node)}")
         elif isinstance(node, ast.keyword):
             safe = {"weights_only": True, "allow_pickle": False}.get(node.arg or "")
@@ -293,6 +307,14 @@ def test_readme_tree_equals_the_tracked_files(files):
         (pickle_problems, "runs.py", "import torch as t\nt.save(x, path)"),
         (pickle_problems, "runs.py", "from torch import load"),
         (pickle_problems, "runs.py", "read(path, weights_only=False)"),
+        (pickle_problems, "runs.py", "torch.hub.load('owner/name', 'model')"),
+        (pickle_problems, "runs.py", "torch.hub.load_state_dict_from_url(address)"),
+        (pickle_problems, "runs.py", "from torch.hub import load"),
+        (pickle_problems, "runs.py", "torch.jit.load(path)"),
+        (pickle_problems, "runs.py", "from torch import jit\njit.load(path)"),
+        (pickle_problems, "runs.py", "torch.distributed.checkpoint.load(state, checkpoint_id=path)"),
+        (pickle_problems, "runs.py", "import torch.distributed.checkpoint as dcp\ndcp.load(state)"),
+        (pickle_problems, "runs.py", "from torch.distributed import checkpoint\ncheckpoint.load(state)"),
         (private_path_problems, "README.md", "see /" + "home/me/x"),
         (private_path_problems, "README.md", "see `/" + "work/x`"),
         (private_path_problems, "README.md", "file:///" + "root/x"),
@@ -311,6 +333,7 @@ def test_rule_finds_the_offender(rule, path, source):
         (confinement_problems, "ops/compact/kernel.py", "import triton"),
         (size_problems, "model.py", "x\n" * LONGEST_FILE),
         (pickle_problems, "runs.py", '"""No pickle, no torch.load(."""\nread(path, weights_only=True)'),
+        (pickle_problems, "step.py", "import torch\ntorch.jit.script(f)\ntorch.distributed.barrier()"),
         (private_path_problems, "README.md", "docs/home/x ../home/x example.org/root/ $(TOP)/home/"),
     ],
 )

@@ -1,12 +1,13 @@
 """Every command end to end on a tiny model, and every mistake answered in one line with exit code 2."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-from tokendepth.cli import main
+from tokendepth.cli import main, parse
 from tokendepth.config import to_dict
 from tokendepth.errors import UserError
 from tokendepth.files import write_json
@@ -192,6 +193,53 @@ def test_bytes_of_one_character_are_printed_together(tmp_path, capsys):
     assert capsys.readouterr().out.count("é") > 2, "two bytes, one character"
 
 
+@pytest.mark.parametrize("prompt", [["--prompt", "-the"], ["--prompt=-the"], ["--prompt=--the"]])
+def test_a_prompt_may_begin_with_a_dash(prompt):
+    command = parse(["generate", "x", *prompt])
+    assert command.prompt == prompt[-1].removeprefix("--prompt=")
+
+
+def test_options_may_stand_before_the_recipe_and_the_last_of_two_counts():
+    line = "train --train.steps 5 --method.dial --resume demo.budget --train.steps=6 --method.no-dial"
+    command = parse(line.split())
+    assert command.resume
+    assert command.recipe.train.steps == 6
+    assert not command.recipe.method.dial
+
+
+def test_what_stdout_cannot_encode_is_escaped(tmp_path):
+    (tmp_path / "text").write_text("é" * 400)
+    main(["train", "demo.dense", *TINY, "--data.corpus", f"text:{tmp_path / 'text'}", "--out", str(tmp_path / "run")])
+    command = [sys.executable, "-m", "tokendepth.cli", "generate", tmp_path / "run", "--tokens", "3"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == r"\xe9\xe9\xe9"
+
+
+def test_describing_a_model_takes_none_of_its_memory(capsys):
+    main(["describe", "demo.tsa", "--model.d-model", "1000000", "--model.n-head", "1", "--json"])
+    assert json.loads(capsys.readouterr().out)["parameters"] > 10**13
+
+
+def test_bash_completes_commands_recipes_and_options(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--tyro-print-completion", "bash"])
+    assert not stop.value.code
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        line = f"source {tmp_path / 'completion'}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
+        call = "$(complete -p tokendepth | sed 's/.*-F \\([^ ]*\\).*/\\1/'); printf '%s\\n' \"${COMPREPLY[@]}\""
+        done = subprocess.run(["bash", "-c", line + call], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert completed("tokendepth", "tra") == ["train"]
+    assert completed("tokendepth", "train", "shakespeare.t") == ["shakespeare.tsa"]
+    assert completed("tokendepth", "train", "shakespeare.tsa", "--train.st") == ["--train.steps"]
+
+
 def test_the_version(capsys):
     main(["--version"])
     assert capsys.readouterr().out.startswith("tokendepth 0.")
@@ -250,6 +298,38 @@ TRAIN = ["train", "shakespeare.tsa"]
         (["train", "synthetic.copy_tsa", "--model.context", "10"], ["model.context", "10", "at least 42"]),
         ([*TRAIN, "--resum"], ["--resum", "'--resume'"]),
         ([*TRAIN, "--ouut", "x"], ["--ouut", "'--out'"]),
+        ([*TRAIN, "--steps", "5"], ["--steps", "'--train.steps'"]),
+        ([*TRAIN, "-steps", "5"], ["-steps", "'--train.steps'"]),
+        ([*TRAIN, "--stps", "5"], ["--stps", "'--train.steps'"]),
+        ([*TRAIN, "--train_steps", "5"], ["--train-steps", "'--train.steps'"]),
+        ([*TRAIN, "--train-steps", "5"], ["--train-steps", "'--train.steps'"]),
+        ([*TRAIN, "--model.steps", "5"], ["--model.steps", "'--train.steps'"]),
+        ([*TRAIN, "--lr", "1"], ["--lr", "'--train.lr'"]),
+        ([*TRAIN, "--corpus", "x"], ["--corpus", "'--data.corpus'"]),
+        ([*TRAIN, "--depth-penalty", "1"], ["--depth-penalty", "'--method.depth-penalty'"]),
+        (["train", "shakespeare.dense", "--depth-penalty", "1"], ["--depth-penalty", "tsa", "dense"]),
+        ([*TRAIN, "--method", "mod"], ["--method", "recipe", "shakespeare.mod", "early_exit"]),
+        ([*TRAIN, "--wandb", "x"], ["--wandb", "--train.tensorboard", "--resume"]),
+        ([*TRAIN, "--train.tensorboard", "True"], ["'True'", "--train.tensorboard or --train.no-tensorboard"]),
+        ([*TRAIN, "--train.tensorboard=yes"], ["'yes'", "--train.tensorboard or --train.no-tensorboard"]),
+        ([*TRAIN, "--no-resume=1"], ["'1'", "--resume or --no-resume"]),
+        ([*TRAIN, "--out", ""], ["--out", "empty"]),
+        ([*TRAIN, "--out", "a" * 300], ["--out", "aaa", "too long"]),
+        ([*TRAIN, "--train.seed", "-1"], ["train.seed", "-1", "from 0 to 2147483647"]),
+        ([*TRAIN, "--model.n-layer", "100000"], ["model.n_layer", "100000", "from 1 to 1000"]),
+        (["trian", "--help"], ["'trian'", "'train'"]),
+        (["train", "shakespear.tsa", "--help"], ["'shakespear.tsa'", "'shakespeare.tsa'"]),
+        (["evaluate", ""], ["empty"]),
+        (["evaluate", "-x"], ["-x", "unknown option of evaluate"]),
+        (["evaluate", "a" * 300], ["aaa", "no such run"]),
+        (["evaluate", "x", "--timing", "False"], ["'False'", "--timing or --no-timing"]),
+        (["calibrate", "x"], ["--budget", "value"]),
+        (["generate", "x", "--prompt", "--the"], ["--prompt needs a value", "--prompt=--"]),
+        (["report", "-x"], ["-x", "unknown option of report"]),
+        (["report", "x", "--results", "a" * 300], ["--results", "too long"]),
+        (["sweep"], ["no recipes", "shakespeare.tsa"]),
+        (["sweep", "demo.tsa:steps=3"], ["--steps", "'--train.steps'"]),
+        (["--tyro-print-completion", "csh"], ["'csh'", "bash, zsh"]),
         (["evaluate"], ["one run folder"]),
         (["evaluate", "/no/such/run"], ["/no/such/run", "no such run"]),
         (["evaluate", "x", "--split", "train"], ["'train'", "val, test"]),
@@ -273,8 +353,9 @@ def test_cuda_without_cuda(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     line = refused(capsys, *TRAIN, "--train.device", "cuda", "--out", str(tmp_path / "run"))
     assert "cuda" in line
-    assert "ask for cpu" in line
+    assert "set --train.device cpu or auto" in line
     assert not (tmp_path / "run").exists()
+    assert "set --device cpu or auto" in refused(capsys, "bench", "forward", "--device", "cuda")
 
 
 @pytest.mark.parametrize(
@@ -318,6 +399,102 @@ def test_a_wrong_checksum(capsys, tmp_path, monkeypatch):
     line = refused(capsys, *TRAIN, "--out", str(tmp_path / "run"))
     assert "tinyshakespeare.txt" in line
     assert "SHA-256" in line
+
+
+def test_a_data_folder_without_the_corpus_is_named(capsys, tmp_path, monkeypatch):
+    from urllib.error import URLError
+
+    def unreachable(*_, **__):
+        raise URLError("no route to host")
+
+    monkeypatch.setenv("TOKENDEPTH_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setenv("TOKENDEPTH_DATA", str(tmp_path / "nodir"))
+    monkeypatch.setattr("urllib.request.urlopen", unreachable)
+    line = refused(capsys, *TRAIN, "--out", str(tmp_path / "run"))
+    assert f"{tmp_path / 'nodir'}, which has no tinyshakespeare.txt" in line
+
+
+def test_a_model_that_no_memory_holds(capsys, tmp_path, corpus):
+    huge = ["--model.d-model", "1000000", "--model.n-head", "1"]
+    line = refused(capsys, *TRAIN, *TINY, "--data.corpus", corpus, *huge, "--out", str(tmp_path / "run"))
+    assert "parameters needs" in line
+    assert "lower --model.d-model" in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 7.45 TiB for an array"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee documentation"),
+    ],
+)
+def test_an_allocation_that_fails(error, capsys, monkeypatch):
+    def exhausted(*_, **__):
+        raise error
+
+    monkeypatch.setattr("tokendepth.train.train", exhausted)
+    line = refused(capsys, *TRAIN)
+    assert "not enough memory" in line
+    assert str(error)[:30] in line
+    assert "batch" in line
+
+
+def test_another_runtime_error_keeps_its_traceback(monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr("tokendepth.train.train", broken)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        main(TRAIN)
+
+
+@pytest.mark.parametrize("command", [["train", "demo.tsa"], ["describe", "demo.tsa"], ["doctor"]])
+def test_a_package_that_is_not_installed(command):
+    code = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+from tokendepth.cli import main
+main(sys.argv[1:])
+"""
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "torch" in line
+    assert "install tokendepth again" in line
+
+
+@pytest.mark.parametrize("seed", ["-1", "99999999999999999999999"])
+def test_a_seed_out_of_range(seed, run, capsys):
+    line = refused(capsys, "generate", str(run), "--seed", seed)
+    assert f"seed is {seed}; expected a number from 0 to 2147483647; set it with --seed" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{}", "is damaged"),
+        ("[]", "is damaged"),
+        ("null", "is damaged"),
+        ("{", "is damaged"),
+        ('{"version": 2}', "has version 2"),
+        ('{"version": 1, "soft": 3}', "soft figures"),
+        ('{"version": 1, "soft": null}', "hard figures"),
+    ],
+)
+def test_an_evaluation_that_is_none(content, problem, capsys, tmp_path):
+    Run.create(tmp_path / "run", recipe("demo.tsa"), resume=False)
+    (tmp_path / "run" / "eval.json").write_text(content)
+    line = refused(capsys, "report", str(tmp_path / "run"), "--out", str(tmp_path / "report"))
+    assert f"eval.json {problem}" in line or f"is damaged: its {problem}" in line
+    assert f"tokendepth evaluate {tmp_path / 'run'}" in line
 
 
 def test_an_output_folder_that_holds_something_else(run, capsys, tmp_path, corpus):

@@ -53,7 +53,7 @@ def model_configs(draw, context: int) -> ModelConfig:
     sizes = st.integers(1, 1_000_000)
     return ModelConfig(
         d_model=n_head * draw(st.integers(1, 1000)),
-        n_layer=draw(sizes),
+        n_layer=draw(st.integers(1, 1000)),
         n_head=n_head,
         d_ff=draw(sizes),
         context=draw(st.integers(context, 1_000_000)),

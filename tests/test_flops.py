@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from tokendepth.config import BudgetConfig, DenseConfig, MethodConfig, MoDConfig, ModelConfig, RunConfig
+from tokendepth.config import BudgetConfig, DenseConfig, MethodConfig, MoDConfig, ModelConfig, RunConfig, override
+from tokendepth.describe import describe
 from tokendepth.flops import count_flops, training_flops
+from tokendepth.methods import build
+from tokendepth.recipes import RECIPES, recipe
 
 MODEL = ModelConfig(d_model=32, n_layer=4, n_head=4, d_ff=64, context=16, vocab_size=23)
 BLOCK = 2 * (4 * 32 * 32 + 2 * 32 * 64) + 4 * 16 * 32
@@ -41,3 +44,14 @@ def test_the_count_does_not_depend_on_the_kernel(dropout):
         torch.autograd.grad(y.sum(), q)
 
     assert count_flops(attend, gradients=True) == 3 * 4 * 2 * 8 * 8 * 4
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith(("shakespeare", "synthetic.copy"))])
+def test_describe_counts_what_a_forward_pass_spends_on_every_token(name):
+    config = override(recipe(name), {"model.d_model": "32", "model.d_ff": "48", "model.vocab_size": "65"})
+    with torch.no_grad():
+        depth = build(config).eval()(torch.zeros(1, config.model.context, dtype=torch.long)).trace.totals()
+    facts = describe(config)
+    assert facts["flops_per_token"] == round(depth.flops / depth.tokens)
+    assert facts["flops_per_token_without_routers"] == round(depth.flops_dense / depth.tokens)
+    assert facts["parameters"] == sum(p.numel() for p in build(config).parameters())

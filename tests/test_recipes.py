@@ -1,5 +1,6 @@
 """Every recipe, shrunk, takes two optimiser steps on real data; and each says what it is."""
 
+import json
 import math
 
 import pytest
@@ -96,3 +97,9 @@ def test_an_unknown_recipe_names_the_nearest():
         recipe("zzz")
     assert "'zzz'" in str(caught.value)
     assert all(name in str(caught.value) for name in RECIPES), "nothing is near, so all are named"
+
+
+@each_recipe
+def test_a_recipe_is_what_its_file_will_say(name):
+    """0 and 0.0 are equal, but not as JSON, by which experiments are told apart."""
+    assert json.dumps(to_dict(from_dict(to_dict(recipe(name))))) == json.dumps(to_dict(recipe(name)))

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,10 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 def tensors(step: int) -> dict[str, np.ndarray]:
     weights = np.random.default_rng(step).standard_normal((5, 7)).astype(np.float32)
     return {"model.w": weights, "exp_avg.w": weights / 10, "progress": np.array([step * 64.0, step / 3])}
+
+
+def evaluation(loss: float) -> dict[str, Any]:
+    return {"version": runs.EVALUATION_VERSION, "hard": {"loss": loss}}
 
 
 def assert_holds(checkpoint: runs.Checkpoint | None, step: int) -> None:
@@ -462,11 +467,11 @@ def test_other_faults_of_a_disk_are_one_line_too(saved, monkeypatch, number):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full: only Linux has a disk that is always full")
 def test_a_disk_that_is_really_full_leaves_the_old_file(run):
-    run.write_evaluation({"loss": 1.0})
+    run.write_evaluation(evaluation(1.0))
     (run.path / f".tmp-eval.json-{os.getpid()}").symlink_to("/dev/full")
     with pytest.raises(UserError, match="no space is left"):
-        run.write_evaluation({"loss": 2.0})
-    assert run.evaluation == {"loss": 1.0}
+        run.write_evaluation(evaluation(2.0))
+    assert run.evaluation == evaluation(1.0)
     assert left_overs(run) == []
     (run.path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(UserError, match="no space is left") as raised:
@@ -690,11 +695,11 @@ def test_a_finished_run_of_a_newer_format_is_refused(finished):
 
 
 def test_evaluation_and_env_come_back(run):
-    run.write_evaluation({"loss": 1.5})
-    assert run.evaluation == {"loss": 1.5}
+    run.write_evaluation(evaluation(1.5))
+    assert run.evaluation == evaluation(1.5)
     with pytest.raises(ValueError, match="not JSON compliant"):
-        run.write_evaluation({"loss": float("nan")})
-    assert run.evaluation == {"loss": 1.5}
+        run.write_evaluation(evaluation(float("nan")))
+    assert run.evaluation == evaluation(1.5)
     (run.path / "eval.json").write_text("{")
     with pytest.raises(UserError, match=r"eval\.json is damaged"):
         _ = run.evaluation

@@ -439,7 +439,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(what, tmp_pa
 def test_cuda_where_there_is_none_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     message = refused(tiny(tmp_path, device="cuda"), tmp_path / "run")
-    assert "ask for cpu" in message
+    assert "set --train.device cpu" in message
     assert not (tmp_path / "run").exists()
 
 

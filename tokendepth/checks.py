@@ -22,10 +22,14 @@ def check_range(name: str, value: float, low: float, high: float = math.inf, *, 
     """`below` excludes the upper end. Written so that NaN fails."""
     ok = low <= value and (value < high if below else value <= high) and not math.isinf(value)
     if math.isinf(high):
-        expected = f"a number from {low:g} up"
+        expected = f"a number from {_digits(low)} up"
     else:
-        expected = f"a number from {low:g} to {high:g}" + (" (exclusive)" if below else "")
+        expected = f"a number from {_digits(low)} to {_digits(high)}" + (" (exclusive)" if below else "")
     check(ok, name, value, expected)
+
+
+def _digits(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def check_types(config: object, part: str) -> None:

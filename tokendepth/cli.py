@@ -4,14 +4,17 @@ import contextlib
 import io
 import os
 import sys
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, NoReturn, Union
 
 import tyro
 
 import tokendepth
-from tokendepth.arguments import check
+from tokendepth.arguments import check_names, checked
 from tokendepth.commands import COMMANDS
-from tokendepth.errors import Interrupted, SaidElsewhere, UserError
+from tokendepth.errors import Interrupted, SaidElsewhere, UserError, is_out_of_memory
+
+COMPLETION = "--tyro-print-completion"
+SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 _NAMES = {command.__name__.lower(): command for command in COMMANDS}
 
@@ -19,9 +22,13 @@ _NAMES = {command.__name__.lower(): command for command in COMMANDS}
 def parse(arguments: list[str]) -> Any:
     """The command that the arguments ask for; a UserError where they make no sense."""
     choices = tuple(Annotated[c, tyro.conf.subcommand(name, prefix_name=False)] for name, c in _NAMES.items())
-    asks_for_help = not arguments or any(a in ("-h", "--help") or a.startswith("--tyro-") for a in arguments)
+    if arguments[:1] == [COMPLETION] and arguments[1:] not in ([shell] for shell in SHELLS):
+        raise UserError(f"{COMPLETION} was given {' '.join(arguments[1:])!r}; expected one of {', '.join(SHELLS)}")
+    asks_for_help = not arguments or arguments[0] == COMPLETION or any(a in ("-h", "--help") for a in arguments)
     if not asks_for_help:
-        check(arguments, _NAMES)
+        arguments = checked(arguments, _NAMES)
+    elif arguments and not arguments[0].startswith("-"):
+        check_names(arguments, _NAMES)
     complaint = io.StringIO()
     with contextlib.nullcontext() if asks_for_help else contextlib.redirect_stderr(complaint):
         try:
@@ -44,12 +51,25 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments == ["--version"]:
         print(f"tokendepth {tokendepth.__version__}")
         return
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal cannot show is escaped, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         parse(arguments)()
-    except UserError as error:
-        if not isinstance(error, SaidElsewhere):
-            print(f"tokendepth: {error}", file=sys.stderr)
+    except SaidElsewhere:
         sys.exit(2)
+    except UserError as error:
+        _refuse(str(error))
+    except ImportError as error:
+        if (error.name or "").startswith("tokendepth"):  # a bug of ours
+            raise
+        _refuse(f"a needed package cannot be imported ({error}); install tokendepth again")
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _refuse(
+            f"there is not enough memory ({str(error).strip().splitlines()[0]:.120}); what was saved is intact; "
+            "take a smaller model, context or batch (or more --train.accumulate), or a larger machine"
+        )
     except Interrupted as stopped:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"tokendepth: {stopped}", file=sys.stderr)
@@ -62,6 +82,11 @@ def main(arguments: list[str] | None = None) -> None:
     ):  # a reader such as `head` left early: no error of ours, but stdout must not be flushed again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def _refuse(line: str) -> NoReturn:
+    print(f"tokendepth: {line}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

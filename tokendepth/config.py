@@ -9,6 +9,7 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ FORMAT_VERSION = 1
 CORPORA = ("stdlib", "shakespeare", "enwik8", "copy", "sort")
 SYNTHETIC_CORPORA = ("copy", "sort")
 DEFAULT_SOURCE_LENGTH = 20
+LARGEST_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "model")
-        for name in ("d_model", "n_layer", "n_head", "d_ff", "context"):
+        for name in ("d_model", "n_head", "d_ff", "context"):
             check_range(f"model.{name}", getattr(self, name), 1, 1_000_000)
+        check_range("model.n_layer", self.n_layer, 1, 1000)  # each is an object, even where it holds no numbers
         check_range("model.vocab_size", self.vocab_size, 0, 10_000_000)
         check_range("model.dropout", self.dropout, 0, 1, below=True)
         if self.d_model % self.n_head:
@@ -132,7 +135,7 @@ class TrainConfig:
         check_types(self, "train")
         for name in ("steps", "batch_size", "accumulate", "eval_every", "checkpoint_every", "log_every"):
             check_range(f"train.{name}", getattr(self, name), 1, 10**9)
-        check_range("train.seed", self.seed, 0, 2**31 - 1)
+        check_range("train.seed", self.seed, 0, LARGEST_SEED)
         check_range("train.lr", self.lr, 0, 10)
         check_range("train.weight_decay", self.weight_decay, 0, 10)
         check(self.clip > 0 and math.isfinite(self.clip), "train.clip", self.clip, "a finite number above 0")
@@ -234,22 +237,27 @@ def override(config: RunConfig, changes: dict[str, str]) -> RunConfig:
     parts: dict[str, dict[str, Any]] = {}
     for name, text in changes.items():
         if name not in known:
-            raise UserError(_unknown_option(name, config, known))
+            raise UserError(unknown_option(name, config))
         part, key = name.split(".")
         parts.setdefault(part, {})[key] = parse_value(known[name], text, name)
     made = {part: dataclasses.replace(getattr(config, part), **values) for part, values in parts.items()}
     return dataclasses.replace(config, **made)
 
 
-def _unknown_option(name: str, config: RunConfig, known: dict[str, Any]) -> str:
-    """Say whose option it is where it belongs to another method; else name the nearest one."""
+def unknown_option(name: str, config: RunConfig, others: Iterable[str] = ()) -> str:
+    """Say who decides or whose option it is; else name the nearest one, of the config's or the `others`, all flags."""
     name = printable(name)
-    part, _, key = name.partition(".")
-    own = method_name(config.method)
-    if part == "method":
+    part, _, key = name.rpartition(".")
+    known, own = options(config), method_name(config.method)
+    if name in ("method", "method.name"):
+        methods = ", ".join(METHOD_CONFIGS)
+        return f"{flag(name)}: the recipe chooses the method, as in shakespeare.mod; it is one of {methods}"
+    spellings = {spelling: flag(o) for o in known for spelling in (o, o.replace(".", "_"), o.split(".")[1])}
+    if part in ("", "method") and key not in spellings:
         owners = [m for m, cls in METHOD_CONFIGS.items() if key in typing.get_type_hints(cls)]
         if owners:
             return f"{flag(name)}: an option of method {' and '.join(owners)}, but this run's method is {own}; drop it"
-        if not any(n.startswith("method.") for n in known):
+        if part and not any(n.startswith("method.") for n in known):
             return f"{flag(name)}: unknown option; method {own} has no options; drop it"
-    return f"{flag(name)}: unknown option; {did_you_mean(flag(name), map(flag, known))}"
+    word = key if key in spellings else name
+    return f"{flag(name)}: unknown option; {did_you_mean(word, {*map(flag, known), *others}, spellings)}"

@@ -2,7 +2,7 @@
 
 import difflib
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class UserError(ValueError):
@@ -38,10 +38,18 @@ class SweepStopped(Interrupted):
         self.exit_code = 128 + number
 
 
-def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """A hint to append to a message: the nearest option, else all of them."""
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: Python says so by MemoryError, torch by RuntimeErrors of two kinds."""
+    words = str(error)
+    return isinstance(error, MemoryError) or "allocate memory" in words or "out of memory" in words
+
+
+def did_you_mean(word: str, options: Iterable[str], spellings: Mapping[str, str] | None = None) -> str:
+    """A hint to append to a message: the nearest option, else all of them. `spellings` are other names for options."""
     options = sorted(options)
-    near = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    # Two dashes are no likeness.
+    named = {option.lstrip("-"): option for option in options} | dict(spellings or {})
+    near = difflib.get_close_matches(word.lstrip("-"), named, n=1, cutoff=0.5)
     if near:
-        return f"did you mean {near[0]!r}?"
+        return f"did you mean {named[near[0]]!r}?"
     return "expected one of " + ", ".join(options)

@@ -20,7 +20,7 @@ from tokendepth.machine import choose_device, describe_device, environment
 from tokendepth.methods import build
 from tokendepth.methods.early_exit import Confidence, EarlyExit
 from tokendepth.model import LanguageModel, Output
-from tokendepth.runs import Run
+from tokendepth.runs import EVALUATION_VERSION, Run
 from tokendepth.trace import EXECUTIONS, DepthTotals, Execution, add_up
 
 Batch = tuple[Tensor, Tensor]
@@ -150,7 +150,7 @@ def evaluate(
     # Rounding can tip a router that stands on its threshold; how often it did is part of the result.
     flips = sum(int((h != s).sum()) for h, s in zip(decided["hard"], decided["sparse"], strict=True)) if routed else 0
     return {
-        "version": 1,
+        "version": EVALUATION_VERSION,
         "method": method_name(config.method),
         "recipe": config.recipe,
         "corpus": config.data.corpus,

@@ -82,11 +82,11 @@ def write_json(path: Path, tree: object) -> None:
     write_bytes(path, json_bytes(tree))
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, remedy: str = "restore it from a copy") -> Any:
     try:
         return _parsed(path)
     except UserError as error:
-        raise UserError(f"{error}; restore it from a copy") from None
+        raise UserError(f"{error}; {remedy}") from None
 
 
 def _parsed(path: Path) -> Any:

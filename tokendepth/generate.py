@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from tokendepth import calibrate
-from tokendepth.config import SYNTHETIC_CORPORA
+from tokendepth.checks import check_range
+from tokendepth.config import LARGEST_SEED, SYNTHETIC_CORPORA
 from tokendepth.data import tokenizer_from_dict
 from tokendepth.errors import UserError
 from tokendepth.evaluate import load_model
@@ -50,6 +51,7 @@ def generate(
         raise UserError(f"--temperature is {temperature}; expected a number from 0 to 100")
     if tokens < 1:
         raise UserError(f"--tokens is {tokens}; expected 1 or more")
+    check_range("seed", seed, 0, LARGEST_SEED)
     if run.config.data.corpus in SYNTHETIC_CORPORA and not prompt:
         raise UserError("--prompt is empty; copy and sort continue a source such as '<bos>4a7<sep>'")
     tokenizer = tokenizer_from_dict(read_json(run.path / "tokenizer.json"))

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
@@ -13,19 +14,26 @@ import tokendepth
 from tokendepth.errors import UserError
 
 
-def choose_device(request: str) -> torch.device:
-    """`auto`, `cpu` or `cuda`. Asking for a GPU that is not there is an error, never a silent fallback."""
+def choose_device(request: str, option: str = "--device") -> torch.device:
+    """`auto`, `cpu` or `cuda`, asked for by `option`. A GPU that is not there is an error, never a silent fallback."""
     if request == "auto":
         request = "cuda" if torch.cuda.is_available() else "cpu"
     if request == "cuda":
         if not torch.cuda.is_available():
             raise UserError(
-                "the device is 'cuda', but this machine shows PyTorch no CUDA device; ask for cpu or auto instead"
+                f"{option} is 'cuda', but this machine shows PyTorch no CUDA device; set {option} cpu or auto"
             )
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
+
+
+def memory_bytes(device: torch.device) -> float:
+    """All the memory that `device` has, used or not; infinite where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
 def keep_freed_memory() -> None:

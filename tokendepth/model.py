@@ -299,8 +299,12 @@ class LanguageModel(nn.Module):
         if cache is not None:
             cache.advance(ids.shape[1], valid)
         logits = self.readout(spent.hidden) if spent.logits is None else spent.logits
-        head = 2 * self.config.d_model * self.config.vocab_size
-        return Output(logits, replace(spent.trace, outside=head, valid=valid), spent.losses)
+        return Output(logits, replace(spent.trace, outside=self.head_flops, valid=valid), spent.losses)
+
+    @property
+    def head_flops(self) -> int:
+        """Of one token."""
+        return 2 * self.config.d_model * self.config.vocab_size
 
     @torch.no_grad()
     def calibrate(self, ids: Tensor, budget: float) -> None:

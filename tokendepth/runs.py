@@ -39,9 +39,11 @@ from tokendepth.files import (
     write_json,
     write_manifest,
 )
+from tokendepth.trace import EXECUTIONS
 
 KEEP_CHECKPOINTS = 2
 LOCK = ".lock"
+EVALUATION_VERSION = 1
 CHECKPOINT_FILES = ("state.safetensors",)
 SMALL_FILES = ("config.json", "env.json", "tokenizer.json", "metrics.jsonl")
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
@@ -65,11 +67,12 @@ class Run:
     def open(cls, path: str | Path) -> "Run":
         """An existing run; a UserError where there is none."""
         run = cls(Path(path))
-        if run.path.is_file():
+        # Those of os.path never raise, as Path's do for a name that is too long or a folder that may not be read.
+        if os.path.isfile(run.path):
             raise UserError(f"{run.path} is a file; expected a run folder; name the folder")
-        if not run.path.is_dir():
+        if not os.path.isdir(run.path):
             raise UserError(f"{run.path}: no such run folder; train one with tokendepth train RECIPE --out {run.path}")
-        if not (run.path / "config.json").is_file():
+        if not os.path.isfile(run.path / "config.json"):
             inside = sorted(str(config.parent) for config in run.path.glob("*/config.json"))
             remedy = f"it holds runs: {', '.join(inside[:3])}" if inside else "name a folder that is one"
             raise UserError(f"{run.path} is not a tokendepth run: it has no config.json; {remedy}")
@@ -255,7 +258,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (self.path / MANIFEST).exists()
+        return os.path.exists(self.path / MANIFEST)
 
     def finish(self, weights: Tensors) -> None:
         """Write the trained weights; the manifest makes the run a finished one. Its checkpoints have served then."""
@@ -283,7 +286,13 @@ class Run:
     @property
     def evaluation(self) -> dict[str, Any] | None:
         path = self.path / "eval.json"
-        return read_json(path) if path.exists() else None
+        if not path.exists():
+            return None
+        remedy = f"measure the run again: tokendepth evaluate {self.path}"
+        tree = read_json(path, remedy)
+        if problem := _problem_of_evaluation(tree):
+            raise UserError(f"{path} {problem}; {remedy}")
+        return tree
 
     def write_evaluation(self, tree: dict[str, Any]) -> None:
         write_json(self.path / "eval.json", tree)
@@ -296,6 +305,17 @@ class Run:
 
 def config_bytes(config: RunConfig) -> bytes:
     return json_bytes(to_dict(config))
+
+
+def _problem_of_evaluation(tree: Any) -> str | None:
+    version = tree.get("version") if isinstance(tree, dict) else None
+    if type(version) is not int:
+        return "is damaged: it is no evaluation that tokendepth wrote"
+    if version != EVALUATION_VERSION:
+        return f"has version {version}; this tokendepth reads version {EVALUATION_VERSION}"
+    # Every run is measured under hard; an older evaluation may lack another.
+    wrong = [name for name in EXECUTIONS if not isinstance(tree.get(name), dict if name == "hard" else dict | None)]
+    return f"is damaged: its {wrong[0]} figures are missing or wrong" if wrong else None
 
 
 def _content(path: Path) -> bytes | None:

@@ -22,6 +22,7 @@ from tokendepth import data
 from tokendepth.calibrate import calibrate
 from tokendepth.config import RunConfig, TrainConfig
 from tokendepth.data import Dataset
+from tokendepth.describe import check_fits
 from tokendepth.errors import Interrupted, UserError
 from tokendepth.evaluate import Batch, batches, measure
 from tokendepth.files import disk_faults, json_bytes
@@ -98,7 +99,7 @@ def _check_batch(config: TrainConfig, world: int) -> None:
 
 def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: bool = True) -> Run:
     """Train `config` into the folder `out`. `resume` goes on with what is there and starts afresh where nothing is."""
-    device = choose_device(config.train.device)
+    device = choose_device(config.train.device, "--train.device")
     ranks = Ranks.join(device)
     with contextlib.ExitStack() as held:
         held.callback(ranks.leave)
@@ -129,6 +130,7 @@ class _Training:
             if ranks.rank > 0:
                 self.dataset = data.load(config.data)
             self.config = resolve(config, self.dataset)
+            check_fits(self.config, device)
         with ranks.agreeing():
             if ranks.rank == 0:
                 if not self.run.finished:  # one that is may lie where nothing can be written

@@ -32,7 +32,7 @@ def tokens(batch: int = 4, time: int = TIME, seed: int = 0) -> Tensor:
 
 def exits_by_hand(model: LanguageModel, ids: Tensor) -> list[Tensor]:
     """The logits of every exit, when every token runs every block."""
-    h = model._embedded(ids, Pass())
+    h = model.embedded(ids, Pass())
     logits = []
     for block in model.method.blocks:
         h = block(h, Pass())
@@ -155,7 +155,7 @@ def test_the_halting_loss_is_the_cross_entropy_to_the_oracle(oracle):
     inputs, targets = ids[:, :-1], ids[:, 1:]
     loss = model(inputs, targets=targets).losses["halting"]
     logits = exits_by_hand(model, inputs)
-    h, chi = model._embedded(inputs, Pass()), []
+    h, chi = model.embedded(inputs, Pass()), []
     for block in model.method.blocks[:-1]:
         h = block(h, Pass())
         chi.append(torch.sigmoid(model.method.exit.logit(h)[..., 0]))

@@ -179,7 +179,7 @@ def test_everything_from_a_run_is_escaped(make_run, tmp_path):
 
 def test_names_that_matplotlib_or_utf8_would_trip_over(make_run, tmp_path):
     names = ["$x_{", "_hidden", "new\nline", "日本語", os.fsdecode(b"bad\xff"), "n" * 120]
-    runs = [make_run(name, evaluation={}, rows=metrics(until=500), penalty=i) for i, name in enumerate(names)]
+    runs = [make_run(name, rows=metrics(until=500), penalty=i) for i, name in enumerate(names)]
     # As ASCII, since UTF-8 cannot hold the half of a surrogate pair that one byte of a character may decode to.
     (runs[0].path / "eval.json").write_text(json.dumps(tsa_evaluation(text="$a^ \udc80\x00\t日")))
     text = Page(build(runs, tmp_path / "out")).text

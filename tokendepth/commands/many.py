@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from tokendepth.errors import UserError
+
 if TYPE_CHECKING:
     from tokendepth.studies.grid import Progress
 
@@ -40,6 +42,10 @@ class Sweep:
         from tokendepth.report import collect, terminal_table
         from tokendepth.sweep import sweep
 
+        if not self.grid:
+            raise UserError(
+                "sweep was given no recipes; expected at least one, as in: tokendepth sweep shakespeare.tsa"
+            )
         configs = {}
         for cell in self.grid:
             configs |= variants(cell, self.seeds)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import tyro
 
 from tokendepth.config import RunConfig
-from tokendepth.errors import UserError
 from tokendepth.recipes import RECIPES, recipe, summary
 
 PARTS = ("data", "model", "method", "train")
@@ -233,10 +232,8 @@ class Doctor:
     """Check the installation: what works, what is missing, what to do about it."""
 
     def __call__(self) -> None:
-        try:
-            from tokendepth.doctor import examine
-        except ImportError as error:
-            raise UserError(f"a needed package cannot be imported ({error}); install tokendepth again") from None
+        from tokendepth.doctor import examine
+
         findings = examine()
         for finding in findings:
             mark = "ok  " if finding.ok else "FAIL" if finding.needed else "-   "

@@ -57,12 +57,15 @@ PUBLISHED = {
 
 def fetch(corpus: Published) -> bytes:
     """The content: from the folder TOKENDEPTH_DATA, else from the cache folder, else from the network."""
-    folders = [Path(os.path.expanduser(own))] if (own := os.environ.get("TOKENDEPTH_DATA")) else []
-    for folder in (*folders, cache_folder()):
+    for folder in filter(None, (_own_folder(), cache_folder())):
         for name in corpus.file_names:
             if os.path.isfile(folder / name):  # unlike Path.is_file, never raises
                 return _content(corpus, folder / name, source=str(folder / name), remedy="delete it or replace it")
     return _download(corpus, cache_folder() / corpus.file_names[0])
+
+
+def _own_folder() -> Path | None:
+    return Path(os.path.expanduser(own)) if (own := os.environ.get("TOKENDEPTH_DATA")) else None
 
 
 def _download(corpus: Published, path: Path) -> bytes:
@@ -96,9 +99,12 @@ def _from_network(corpus: Published) -> Generator[bytes, None, None]:
                     left -= len(chunk)
                     yield chunk
     except (OSError, http.client.HTTPException) as error:
+        own = _own_folder()
+        looked = f" (TOKENDEPTH_DATA is {own}, which has no {' or '.join(corpus.file_names)})" if own else ""
         raise UserError(
-            f"{corpus.name} is not on this machine and cannot be downloaded from {urlsplit(corpus.address).netloc} "
-            f"({error}); put {corpus.file_names[0]} into a folder and set TOKENDEPTH_DATA to that folder"
+            f"{corpus.name} is not on this machine{looked} and cannot be downloaded from "
+            f"{urlsplit(corpus.address).netloc} ({error}); put {corpus.file_names[0]} into a folder and set "
+            "TOKENDEPTH_DATA to that folder"
         ) from error
 
 

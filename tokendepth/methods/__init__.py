@@ -34,3 +34,9 @@ def build(config: RunConfig) -> LanguageModel:
         torch.default_generator.manual_seed(config.train.seed)
         method = METHODS[method_name(config.method)](config.model, config.method)
         return LanguageModel(config.model, method)
+
+
+def outline(config: RunConfig) -> LanguageModel:
+    """The model of `config` in shapes alone: it takes no memory, however large it is."""
+    with torch.device("meta"):
+        return build(config)

@@ -1,5 +1,6 @@
 """build: the report's folder, written only after everything in it was made."""
 
+import os
 from pathlib import Path
 
 from tokendepth.errors import UserError
@@ -16,7 +17,7 @@ def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
     """
     table = rows(runs)
     out = Path(out)
-    if out.exists() and not out.is_dir():
+    if os.path.isfile(out):
         raise UserError(f"{out} is a file; expected a folder for the report; choose another --out")
     try:
         from tokendepth.report import figures, heatmap, page, pareto

@@ -23,7 +23,7 @@ def visible(piece: str) -> str:
 
 
 def as_number(value: object) -> float | None:
-    """The finite number that `value` is, else None: a field of another version shows as a dash, not as a crash."""
+    """The finite number that `value` is, else None: a field that is odd shows as a dash, not as a crash."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return value
     return None
@@ -58,9 +58,9 @@ class Record:
     @classmethod
     def read(cls, run: Run) -> "Record":
         env, evaluation = run.env or {}, run.evaluation or {}
-        for name, tree in (("env.json", env), ("eval.json", evaluation)):
-            if not isinstance(tree, dict):
-                raise UserError(f"{run.path / name} holds a {type(tree).__name__}; expected a JSON object; remove it")
+        if not isinstance(env, dict):
+            path = run.path / "env.json"
+            raise UserError(f"{path} holds a {type(env).__name__}; expected a JSON object; remove it")
         return cls(printable(run.name), run.path, run.config, run.metrics(), evaluation, env, run.finished)
 
     @property
