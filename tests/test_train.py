@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.tiny import TEXT, hashes, one_line, steady, tiny, write_corpus
+from tokendepth import runs as runs_module
 from tokendepth import train as train_module
 from tokendepth.bench.faults.damage import stopped_run
 from tokendepth.config import DenseConfig, RunConfig, TSAConfig, to_dict
@@ -264,8 +265,14 @@ def test_steps_after_the_last_checkpoint_are_taken_again(undisturbed, step, tmp_
 def test_a_kill_while_finishing_is_gone_on_with(undisturbed, tmp_path):
     config, expected = undisturbed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tokendepth.runs.write_manifest", lambda folder, *rest: (_ for _ in ()).throw(Stopped))
-        patch.setattr(Run, "save_checkpoint", lambda *args: None)
+        real = runs_module.write_manifest
+
+        def stopped(folder, *rest):
+            if folder == tmp_path / "run":
+                raise Stopped
+            real(folder, *rest)
+
+        patch.setattr(runs_module, "write_manifest", stopped)
         with pytest.raises(Stopped):
             quiet(config, tmp_path / "run")
     assert (tmp_path / "run" / "model.safetensors").exists()

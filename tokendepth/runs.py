@@ -230,7 +230,7 @@ class Run:
     def check_checkpoint(self, checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -> None:
         """One that verifies may still be of another run: whoever moves folders can mix them up."""
         there, env = (json.loads(checkpoint.files.get(name, b"null")) for name in ("config.json", "env.json"))
-        difference = there and _first_difference(there, to_dict(config))
+        difference = there and _first_difference(to_dict(from_dict(there)), to_dict(config))
         if not difference and env and env.get("corpus_sha256") != fingerprint:
             difference = f"its corpus {config.data.corpus!r} had another content"
         if difference:

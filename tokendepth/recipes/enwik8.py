@@ -34,7 +34,7 @@ def tsa() -> RunConfig:
 
 def budget() -> RunConfig:
     """enwik8, budget routing: a share of the token-layer work, named by --method.budget and trained for alone."""
-    return _run(BudgetConfig(dial=False, distill=0.0))  # both cost quality where nothing is learnt by heart (docs/LOG.md)
+    return _run(BudgetConfig(dial=False, distill=0.0))  # both cost quality on a text this large (docs/LOG.md)
 
 
 def mod() -> RunConfig:
