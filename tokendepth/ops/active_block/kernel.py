@@ -116,6 +116,33 @@ def _linear(
 
 
 @triton.jit
+def _attend(
+    q_tile, k, v, valid, own, top, total, acc, start, end, first_valid, scale, k_time, v_time,
+    WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, VALID: tl.constexpr,
+):  # fmt: skip
+    """One block of keys more: the running maximum, the running sum, and what was gathered, both relative to it."""
+    key, unit = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
+    known = (unit < WIDTH)[None, :]
+    if MASKED:
+        known = known & (key < end)[:, None]
+    k_tile = tl.load(k + key[:, None] * k_time + unit[None, :], mask=known, other=0.0)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+    if MASKED:
+        seen = key[None, :] <= own[:, None]
+        if VALID:
+            fine = tl.load(valid + first_valid + key, mask=key < end, other=0) != 0
+            seen = seen & (fine[None, :] | (key[None, :] == own[:, None]))
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+    p = tl.exp2(scores - safe[:, None])
+    fade = tl.exp2(top - safe)
+    v_tile = tl.load(v + key[:, None] * v_time + unit[None, :], mask=known, other=0.0)
+    total = total * fade + tl.sum(p, 1)
+    return new_top, total, tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision="ieee")
+
+
+@triton.jit
 def _attention(
     q, query, k, v, valid, out, index, starts, time, keys, scale, k_batch, k_head, k_time, v_batch, v_head, v_time,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, QUERY: tl.constexpr,
@@ -155,24 +182,18 @@ def _attention(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
-        for start in range(0, end, BLOCK_N):
-            key = start + tl.arange(0, BLOCK_N)
-            known = (key < end)[:, None] & (unit < WIDTH)[None, :]
-            k_tile = tl.load(k + key[:, None] * k_time + unit[None, :], mask=known, other=0.0)
-            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-            seen = key[None, :] <= own[:, None]
-            if VALID:
-                fine = tl.load(valid + b * keys + key, mask=key < end, other=0) != 0
-                seen = seen & (fine[None, :] | (key[None, :] == own[:, None]))
-            scores = tl.where(seen, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
-            p = tl.exp2(scores - safe[:, None])
-            fade = tl.exp2(top - safe)
-            v_tile = tl.load(v + key[:, None] * v_time + unit[None, :], mask=known, other=0.0)
-            total = total * fade + tl.sum(p, 1)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision="ieee")
-            top = new_top
+        # Up to the first of the rows all see all keys, which saves asking.
+        whole = 0 if VALID else (tl.min(tl.where(there, own, end), 0) + 1) // BLOCK_N * BLOCK_N
+        for start in range(0, whole, BLOCK_N):
+            top, total, acc = _attend(
+                q_tile, k, v, valid, own, top, total, acc, start, end, b * keys, scale, k_time, v_time,
+                WIDTH, BLOCK_W, BLOCK_N, False, False,
+            )  # fmt: skip
+        for start in range(whole, end, BLOCK_N):
+            top, total, acc = _attend(
+                q_tile, k, v, valid, own, top, total, acc, start, end, b * keys, scale, k_time, v_time,
+                WIDTH, BLOCK_W, BLOCK_N, True, VALID,
+            )  # fmt: skip
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 

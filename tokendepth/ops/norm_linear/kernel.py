@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MANY = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8}
+MANY = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8}
 FEW = {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4}
 MANY_ROWS = 4096
 """With fewer, tiles are small, so that there are enough of them for all multiprocessors."""
