@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokendepth.config import BudgetConfig, ModelConfig, RunConfig
+from tokendepth.config import BudgetConfig, ModelConfig, RunConfig, TrainConfig
 from tokendepth.flops import count_flops
 from tokendepth.methods import build
 from tokendepth.methods.budget import SMALLEST_DRAW, Budget, _quantile
 from tokendepth.model import LanguageModel, Pass
+from tokendepth.step import OptimiserStep, Ranks
 
 TIME, VOCABULARY = 16, 11
 MODEL = ModelConfig(d_model=32, n_layer=3, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=VOCABULARY)
@@ -173,6 +174,16 @@ def test_random_routing_has_no_router_and_keeps_its_budget():
 # --- skipping while training ------------------------------------------------------------------------------------------
 
 
+def masking(block):
+    """`forward_rows` that computes all rows and throws most away."""
+
+    def forward(h: Tensor, run: Pass, rows: Tensor, gate: Tensor) -> Tensor:
+        whole = torch.zeros(h.shape[0] * h.shape[1]).index_copy(0, rows, gate)
+        return block(h, run, gate=whole.view(h.shape[:2]))
+
+    return forward
+
+
 @pytest.mark.parametrize("distill", [0.0, 1.0])
 def test_training_that_skips_is_training_that_masks(distill):
     """At a fixed budget the rows that are trained are gathered; a gate of zeros and ones on all must give the same."""
@@ -187,17 +198,23 @@ def test_training_that_skips_is_training_that_masks(distill):
         loss = F.cross_entropy(out.logits.flatten(0, 1), ids[:, 1:].flatten()) + sum(out.losses.values())
         return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
 
-    def masking(block):
-        def forward(h: Tensor, run: Pass, rows: Tensor, gate: Tensor) -> Tensor:
-            whole = torch.zeros(h.shape[0] * h.shape[1]).index_copy(0, rows, gate)
-            return block(h, run, gate=whole.view(h.shape[:2]))
-
-        return forward
-
     (loss, found), (masked_loss, expected) = gradients(masked=False), gradients(masked=True)
     assert loss.item() == pytest.approx(masked_loss.item(), rel=1e-6)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_hundred_steps_that_skip_lose_what_a_hundred_that_mask_lose():
+    def losses(masked: bool) -> list[float]:
+        model = budget(budget=0.4, dial=False, distill=0.0).train()
+        if masked:
+            for block in method_of(model)._routed():
+                block.forward_rows = masking(block)
+        step = OptimiserStep(model, TrainConfig(batch_size=4, dtype="float32"), torch.device("cpu"), Ranks())
+        batches = [tokens(4, seed=number).numpy() for number in range(100)]
+        return [step(ids[:, :-1], ids[:, 1:], step=n, lr=1e-3).task for n, ids in enumerate(batches)]
+
+    assert losses(masked=False) == pytest.approx(losses(masked=True), abs=1e-3)
 
 
 def test_training_at_a_fixed_budget_skips_products():

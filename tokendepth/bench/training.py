@@ -39,8 +39,9 @@ PAPER_SHAPES: Shapes = {
 SHAPES: Shapes = {
     **PAPER_SHAPES,
     "d768 L12 V50304, 16x1024": (ModelConfig(768, 12, 12, 3072, 1024, 0.0, 50304), 16),
+    "d1024 L24 V50304, 8x1024": (ModelConfig(1024, 24, 16, 4096, 1024, 0.0, 50304), 8),
 }
-"""The paper's two, and GPT-2's. The last is left out on a CPU, where it takes minutes a step."""
+"""The paper's two, and GPT-2's small and medium. The last two are left out on a CPU, where they take minutes a step."""
 
 
 def measure(device_name: str, results: Path) -> Iterator[Row]:
