@@ -5,18 +5,12 @@ Triton is imported. On a GPU the same script measures the real kernel, in bfloat
 """
 
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from tokendepth.ops.active_block import BlockWeights, active_block
 
-ROOT = Path(__file__).resolve().parents[2]
 ROUNDING = 2.0**-24  # of a float32: what twice an error of nothing still allows
 
 # batch, time, d, heads, ff, keys. Rows in one tile (d a power of two up to 256) and not; a cache; widths that are no
@@ -86,20 +80,6 @@ def test_on_a_cpu_auto_is_eager_and_an_unknown_backend_is_refused():
     assert torch.equal(active_block(*arguments), active_block(*arguments, backend="eager"))
     with pytest.raises(ValueError, match="unknown backend 'fast'"):
         active_block(*arguments, backend="fast")
-
-
-@pytest.fixture(scope="module")
-def measured() -> dict[str, dict]:
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed: the kernel cannot run")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, cwd=ROOT, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("share", SHARES)
