@@ -553,3 +553,14 @@ def test_a_damaged_model_is_not_evaluated(run, capsys, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(weights)
     line = refused(capsys, "evaluate", str(tmp_path))
     assert "model.safetensors is damaged" in line
+
+
+def test_memory_that_runs_out_without_a_word_is_one_line(monkeypatch, capsys):
+    def full():
+        raise MemoryError
+
+    monkeypatch.setattr("tokendepth.cli.parse", lambda arguments: full)
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor"])
+    assert stop.value.code == 2
+    assert "not enough memory (MemoryError)" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tokendepth import __version__
 from tokendepth.clock import captured, interleaved
 from tokendepth.data.store import cache_folder
 from tokendepth.errors import UserError
@@ -19,6 +20,7 @@ from tokendepth.machine import describe_device
 from tokendepth.model import LanguageModel
 from tokendepth.trace import Execution
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 FRACTIONS = (0.1, 0.4, 0.7, 1.0)
 REPEATS = 5
 
@@ -29,14 +31,17 @@ class Choice:
     reason: str
 
 
-def choose(model: LanguageModel, batch: int, time_steps: int, active_fraction: float) -> Choice:
+def choose(
+    model: LanguageModel, batch: int, time_steps: int, active_fraction: float, *, remembered: bool = True
+) -> Choice:
     """`sparse` where it is expected to be faster at this active fraction, else `hard`: the same result, densely.
 
-    Ask for the model in the form that will run: compiled, where it is to be.
+    Ask for the model in the form that will run: compiled, where it is to be. A profile that is not `remembered` is
+    taken anew.
     """
     if not any(site.routed for site in model.method.sites(keys=1)):
         return Choice("hard", "nothing decides here, so there is nothing to skip")
-    profile = _profile(model, batch, time_steps)
+    profile = _profile(model, batch, time_steps, remembered)
     hard, sparse = profile["hard_ms"], _interpolated(profile["sparse_ms"], active_fraction)
     words = f"{sparse:.2f} ms sparse and {hard:.2f} ms dense at active fraction {active_fraction:.2f}, batch {batch}"
     return Choice("sparse" if sparse < hard else "hard", f"measured here: {words}")
@@ -54,11 +59,11 @@ def _interpolated(times: list[float], at: float) -> float:
     return times[-1]
 
 
-def _profile(model: LanguageModel, batch: int, time_steps: int) -> dict[str, Any]:
+def _profile(model: LanguageModel, batch: int, time_steps: int, remembered: bool) -> dict[str, Any]:
     path = cache_folder() / "profile.json"
     key = json.dumps([describe_device(model.norm.weight.device), torch.__version__, _shape(model), batch, time_steps])
     kept = _kept(path)
-    if key not in kept:
+    if key not in kept or not remembered:
         kept = {**kept, key: _measured(model, batch, time_steps)}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, kept)
@@ -80,8 +85,8 @@ def _kept(path) -> dict[str, Any]:
 
 def _shape(model: LanguageModel) -> list:
     c = model.config
-    form = type(model).__name__  # a compiled model has a type of its own
-    return [form, type(model.method).__name__, c.d_model, c.n_layer, c.n_head, c.d_ff, c.vocab_size]
+    form = [type(model).__name__, str(model.norm.weight.dtype)]  # a compiled model has a type of its own
+    return [__version__, *form, type(model.method).__name__, c.d_model, c.n_layer, c.n_head, c.d_ff, c.vocab_size]
 
 
 @torch.no_grad()
@@ -96,6 +101,7 @@ def _measured(model: LanguageModel, batch: int, time_steps: int) -> dict[str, An
     conditions = {0.0: lambda: model(ids, execution="hard", decisions=decisions[0])}
     for fraction, decided in zip(FRACTIONS, decisions, strict=True):
         conditions[fraction] = lambda decided=decided: model(ids, execution="sparse", decisions=decided)
-    captures = {name: captured(condition, device) for name, condition in conditions.items()}
-    hard, *sparse = map(statistics.median, interleaved(captures, REPEATS, device).values())
+    if model.norm.weight.dtype in LOW_PRECISION:  # in full precision skipping asks the host, which no graph can
+        conditions = {name: captured(condition, device) for name, condition in conditions.items()}
+    hard, *sparse = map(statistics.median, interleaved(conditions, REPEATS, device).values())
     return {"hard_ms": hard, "sparse_ms": sparse}

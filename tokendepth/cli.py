@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not is_out_of_memory(error):
             raise
         _refuse(
-            f"there is not enough memory ({str(error).strip().splitlines()[0]:.120}); what was saved is intact; "
+            f"there is not enough memory ({_first_line(error):.120}); what was saved is intact; "
             "take a smaller model, context or batch (or more --train.accumulate), or a larger machine"
         )
     except Interrupted as stopped:
@@ -87,6 +87,10 @@ def main(arguments: list[str] | None = None) -> None:
 def _refuse(line: str) -> NoReturn:
     print(f"tokendepth: {line}", file=sys.stderr)
     sys.exit(2)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)  # Python's own MemoryError says nothing
 
 
 if __name__ == "__main__":

@@ -229,12 +229,17 @@ class Run:
 
     def check_checkpoint(self, checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -> None:
         """One that verifies may still be of another run: whoever moves folders can mix them up."""
-        there, env = (json.loads(checkpoint.files.get(name, b"null")) for name in ("config.json", "env.json"))
-        difference = there and _first_difference(to_dict(from_dict(there)), to_dict(config))
-        if not difference and env and env.get("corpus_sha256") != fingerprint:
+        folder, difference = self.checkpoints / f"step-{checkpoint.step:08d}", None
+        there, env = (checkpoint.files.get(name, b"null") for name in ("config.json", "env.json"))
+        try:
+            if (tree := json.loads(there)) is not None:
+                difference = _first_difference(to_dict(from_dict(tree)), to_dict(config))
+            facts = json.loads(env)
+        except ValueError as error:  # a UserError is one too
+            raise UserError(f"{folder} is of a run that this version cannot read ({error}); remove it") from None
+        if not difference and isinstance(facts, dict) and facts.get("corpus_sha256", fingerprint) != fingerprint:
             difference = f"its corpus {config.data.corpus!r} had another content"
         if difference:
-            folder = self.checkpoints / f"step-{checkpoint.step:08d}"
             remedy = "put the run's own checkpoint in its place, or remove it to go on without it"
             raise UserError(f"{folder} is of another run: {difference}; {remedy}")
 
@@ -276,6 +281,12 @@ class Run:
             raise UserError(f"{self.path} is not finished{missing}; {remedy}")
         with _remedy_of_finished():
             verify_manifest(self.path, MODEL_FILES, SMALL_FILES)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the finished run's weights: as good as they are, and shorter."""
+        _, files = read_manifest(self.path)
+        return files["model.safetensors"]["sha256"]
 
     def weights(self) -> Tensors:
         """The finished run's weights, verified."""

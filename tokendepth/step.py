@@ -90,7 +90,10 @@ class Ranks:
             yield
         except UserError as error:
             refused = error
-        refusals = self._all(int(refused is not None))
+        try:
+            refusals = self._all(int(refused is not None))
+        except UserError as gone:
+            raise refused or gone from None
         if refused and refusals.index(1) == self.rank:
             raise refused
         if any(refusals):

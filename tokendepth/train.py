@@ -53,9 +53,9 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             hear, self.told = os.pipe()
             os.set_blocking(self.told, False)
+            threading.Thread(target=self._kill_at_the_second, args=(hear,), daemon=True).start()
             self.before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
             self.told_before = signal.set_wakeup_fd(self.told, warn_on_full_buffer=False)
-            threading.Thread(target=self._kill_at_the_second, args=(hear,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,7 +74,7 @@ class StopSignals:
             for number in numbers:
                 if asked and number == signal.SIGINT:
                     os._exit(128 + number)
-                asked = asked or number in self.before
+                asked = asked or number in (signal.SIGINT, signal.SIGTERM)
         os.close(hear)
 
 
@@ -130,7 +130,8 @@ class _Training:
             if ranks.rank > 0:
                 self.dataset = data.load(config.data)
             self.config = resolve(config, self.dataset)
-            check_fits(self.config, device)
+            if not self.run.finished:
+                check_fits(self.config, device)
         with ranks.agreeing():
             if ranks.rank == 0:
                 if not self.run.finished:  # one that is may lie where nothing can be written

@@ -7,6 +7,7 @@ in float64: 6e-8 a term and sums of at most 20 terms, so 1e-5 is.
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokendepth.ops.sparse_attention import sparse_attention
 from tokendepth.ops.sparse_attention.eager import eager
@@ -146,3 +147,9 @@ def test_the_inputs_are_left_as_they_were():
     before = [t.clone() for t in arguments]
     eager(*arguments)
     assert all(torch.equal(a, b) for a, b in zip(arguments, before, strict=True))
+
+
+def test_one_sequence_is_as_contiguous_as_a_compiler_is_told():
+    q, k, v, active, _ = inputs((1, 9, 0, 3, 4), "all")
+    with sdpa_kernel(SDPBackend.MATH):  # which leaves its rows in another order
+        assert eager(q, k, v, active).is_contiguous()

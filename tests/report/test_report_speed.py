@@ -52,7 +52,7 @@ def test_no_target_is_for_a_shape_that_is_not_there():
 
 
 def test_a_line_for_each_model_and_way_to_execute_it():
-    trained = {"positions": "trained", "val_loss": 1.5, "asked": None}
+    trained = {"positions": "trained", "val_loss": 1.5, "asked": None, "checkpoint": "one"}
     skipped = {"val_tlops_skipped": 0.51, "val_flops_skipped": 0.41}
     rows = [
         row(**trained, run="b", method="budget", **skipped) | {"asked": 0.4},
@@ -70,3 +70,10 @@ def test_a_line_for_each_model_and_way_to_execute_it():
         "| b | skipping, budget 0.7 | 1.4000 | 51.0% | 41.0% | — / — | — / 1.43x |",
         "| b | skipping, budget 0.4 | 1.5000 | 51.0% | 41.0% | — / — | — / 1.43x |",
     ]
+
+
+def test_two_checkpoints_of_one_name_are_two_lines():
+    shown = {"positions": "trained", "run": "d", "method": "dense", "asked": None}
+    rows = [row(**shown, checkpoint=name, val_loss=loss, device=name) for name, loss in (("CPU", 1.5), ("GPU", 1.9))]
+    _, _, *lines = headline(rows).splitlines()
+    assert [line.split(" | ")[2] for line in lines] == ["1.5000", "1.9000"]

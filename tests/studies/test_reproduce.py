@@ -18,6 +18,7 @@ from tokendepth.config import override
 from tokendepth.errors import UserError
 from tokendepth.recipes import recipe, variants
 from tokendepth.results import read_rows
+from tokendepth.runs import config_bytes
 from tokendepth.studies import grid, tables
 from tokendepth.studies.evidence import Evidence
 from tokendepth.studies.reproduce import CALLS, RUNS, reproduce
@@ -214,11 +215,17 @@ def test_interrupted_it_keeps_what_it_has_and_goes_on(tmp_path):
     assert len(read_rows(rows)) == len(runs(TABLES["synthetic"], 1))
 
 
-def test_on_a_gpu_studies_compile_unless_told_otherwise(monkeypatch):
+def test_on_a_gpu_studies_compile_unless_told_otherwise(monkeypatch, tmp_path):
     found = variants("shakespeare.dense", 1)
     found |= {"cpu": override(recipe("shakespeare.dense"), {"train.device": "cpu"})}
     found |= {"off": override(recipe("shakespeare.dense"), {"train.compile": "off"})}
     for gpu, expected in ((True, ["on", "auto", "off"]), (False, ["auto", "auto", "off"])):
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
-        assert [config.train.compile for config in grid._compiled(found).values()] == expected
+        assert [config.train.compile for config in grid._compiled(found, tmp_path).values()] == expected
+    begun = next(iter(found.values()))
+    (tmp_path / "shakespeare.dense-seed0").mkdir()
+    (tmp_path / "shakespeare.dense-seed0" / "config.json").write_bytes(config_bytes(begun))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    compiled = grid._compiled(found, tmp_path)["shakespeare.dense-seed0"]
+    assert compiled == begun, "it goes on as it was begun"
     assert grid.same(found["shakespeare.dense-seed0"]) == grid.same(found["off"]), "it is the same experiment"

@@ -117,10 +117,14 @@ def measure_run(path: Path, device_name: str, results: Path) -> Iterator[Row]:
             continue
         ids = text[:batch]
         cases = {budget: _decided(trained, ids, run, budget, dataset) for budget in evaluated}
-        soft = trained.method.has_soft and cases.get(None) is not None
+        soft = trained.method.has_soft and cases.get(None) is not None and "soft" in evaluated[None]
         for row in _compared(_as_served(copy.deepcopy(trained)), ids, cases, soft=soft):
             facts = {"benchmark": "forward", "shape": run.name, "positions": "trained", "run": run.name}
-            facts |= {"method": run.evaluation["method"], **evaluated[row["asked"]][row["execution"]]}
+            facts |= {
+                "checkpoint": run.fingerprint,
+                "method": run.evaluation["method"],
+                **evaluated[row["asked"]][row["execution"]],
+            }
             yield _written(results, {**facts, **row, **environment(device)})
 
 
@@ -137,7 +141,7 @@ def _evaluated(run: Run) -> dict[float | None, dict[str, Row]]:
         if not set(BUDGETS) <= set(points):
             raise UserError(f"{run.path} has no curve over budgets; run: tokendepth evaluate {run.path} --curve")
         return {budget: {"sparse": figures(points[budget], "sparse")} for budget in BUDGETS}
-    return {None: {execution: figures(evaluation, execution) for execution in ("soft", "sparse")}}
+    return {None: {e: figures(evaluation, e) for e in ("soft", "sparse") if evaluation.get(e)}}
 
 
 @torch.no_grad()
@@ -184,7 +188,7 @@ def _compared(
     fast = compiled(model)
     conditions: dict[tuple[str, float | None], Condition] = _dense_conditions(model.config, ids)
     baselines = list(conditions)
-    totals, choices = {}, {}
+    totals, choices, first = {}, {}, next(iter(cases))
     for fraction, decisions in cases.items():
 
         def run(execution: Any, decisions: Tensor | None = decisions) -> Output:
@@ -192,7 +196,9 @@ def _compared(
 
         _check_equal(run("sparse"), model(ids, execution="hard", decisions=decisions))
         totals["sparse", fraction] = run("sparse").trace.totals()
-        choices[fraction] = auto.choose(fast, len(ids), ids.shape[1], totals["sparse", fraction].active_fraction)
+        choices[fraction] = auto.choose(
+            fast, len(ids), ids.shape[1], totals["sparse", fraction].active_fraction, remembered=fraction != first
+        )
         conditions["sparse", fraction] = lambda run=run: run("sparse")
         conditions["hard", fraction] = lambda run=run: run("hard")
     if soft:

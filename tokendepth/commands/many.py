@@ -27,7 +27,7 @@ class Sweep:
     seeds: int = 3
     """How many seeds each, from 0; fewer than three prove nothing."""
     workers: int | None = None
-    """Runs at a time; by default 4 on a GPU and 1 on a CPU."""
+    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
     curve: bool = False
     """Also execute budget-routed runs at budgets from 0.2 to 1, those with exits at the paper's 13 thresholds."""
     out: Path = Path("runs/sweep")
@@ -73,7 +73,7 @@ class Reproduce:
     max_minutes: float | None = None
     """Stop cleanly after this many minutes; the same line goes on."""
     workers: int | None = None
-    """Runs at a time; by default 4 on a GPU and 1 on a CPU."""
+    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
     out: Path = Path("runs/reproduce")
     """Folder of the run folders."""
     results: Path | None = None
@@ -114,7 +114,7 @@ class Compare:
     max_minutes: float | None = None
     """Stop cleanly after this many minutes; the same line goes on."""
     workers: int | None = None
-    """Runs at a time; by default 4 on a GPU and 1 on a CPU."""
+    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
     out: Path = Path("runs/compare")
     """Folder of the run folders."""
     results: Path | None = None

@@ -118,11 +118,11 @@ def headline(rows: list[Row]) -> str:
     lines.append(["---", "---", *("--:" for _ in lines[0][2:])])
     found: dict[tuple, dict[tuple, Row]] = {}
     for row in rows:
-        key = (row["run"], row["execution"], row["asked"])
+        key = (row["run"], row["checkpoint"], row["execution"], row["asked"])
         found.setdefault(key, {})[row["device"], row["batch"]] = row
     order = {"dense": 0, "tsa": 1}
     for key in sorted(found, key=lambda key: _order(key, found[key], order)):
-        cells, (run, execution, budget) = found[key], key
+        cells, (run, _, execution, budget) = found[key], key
         one = next(iter(cells.values()))
         how = {"soft": "soft: a weighting", "sparse": "skipping" if budget is None else f"skipping, budget {budget:g}"}
         skipped = [one.get(f"val_{name}", one[name]) for name in ("tlops_skipped", "flops_skipped")]
@@ -134,9 +134,9 @@ def headline(rows: list[Row]) -> str:
 
 
 def _order(key: tuple, cells: dict, order: dict[str, int]) -> tuple:
-    run, execution, budget = key
+    run, checkpoint, execution, budget = key
     method = next(iter(cells.values()))["method"]
-    return order.get(method, 2), run, execution != "soft", -(budget or 0)
+    return order.get(method, 2), run, checkpoint, execution != "soft", -(budget or 0)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,17 @@ The row is what counts: a run whose row is there is not repeated, also where its
 was handed back. The folders are what an interrupted call goes on from.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from tokendepth.config import RunConfig, from_dict, to_dict
+from tokendepth.errors import UserError
 from tokendepth.report.results import row
 from tokendepth.results import Row, add_rows, read_rows
 from tokendepth.runs import Run
@@ -88,7 +92,7 @@ def fill(
     """
     from tokendepth.sweep import sweep, train_and_evaluate
 
-    todo = missing(configs, path) if here else _compiled(missing(configs, path))
+    todo = missing(configs, path) if here else _compiled(missing(configs, path), out)
 
     def write(run: Run) -> None:
         for hear in each:
@@ -111,16 +115,24 @@ def fill(
     return Progress({}, names)
 
 
-def _compiled(configs: dict[str, RunConfig]) -> dict[str, RunConfig]:
-    """Many runs of few shapes: what the first of a shape compiles, the others find in the compiler's cache."""
+def _compiled(configs: dict[str, RunConfig], out: Path) -> dict[str, RunConfig]:
+    """Many runs of few shapes: what the first of a shape compiles, the others find in the compiler's cache.
+
+    A run that was begun goes on as it was begun.
+    """
     from torch.cuda import is_available
 
-    return {
-        name: replace(config, train=replace(config.train, compile="on"))
-        if config.train.compile == "auto" and config.train.device != "cpu" and is_available()
-        else config
-        for name, config in configs.items()
-    }
+    useful = is_available() and find_spec("triton") is not None
+
+    def choice(name: str, config: RunConfig) -> Literal["auto", "on", "off"]:
+        with contextlib.suppress(UserError):  # a damaged folder: `train` will say so
+            if (out / name / "config.json").exists() and same(there := Run(out / name).config) == same(config):
+                return there.train.compile
+        return (
+            "on" if config.train.compile == "auto" and config.train.device != "cpu" and useful else config.train.compile
+        )
+
+    return {n: replace(c, train=replace(c.train, compile=choice(n, c))) for n, c in configs.items()}
 
 
 def identity_row(run: Run) -> Row:

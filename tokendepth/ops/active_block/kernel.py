@@ -22,7 +22,7 @@ WIDE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stag
 PROJECT = {"BLOCK_M": 64, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 UP = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 DOWN = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
-PROJECT_FEW = {"BLOCK_M": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
+PROJECT_FEW = {"BLOCK_M": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 UP_FEW = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
 DOWN_FEW = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 8}
 GROUP = 8  # row blocks that share their tiles of the weights in the second-level cache
@@ -250,7 +250,7 @@ def _has_copy_engine(x: Tensor) -> bool:
 def _rows_linear(x, w, out, index, count, config, *, bias=None, residual=None, by_place=False, keep=None, gather=False,
                  gelu=False, scatter=False) -> None:  # fmt: skip
     features, k = w.shape
-    launch = {**config, "BLOCK_K": min(config["BLOCK_K"], triton.next_power_of_2(k))}
+    launch = {**config, "BLOCK_K": min(config["BLOCK_K"], max(16, triton.next_power_of_2(k)))}
     launch["BLOCK_N"] = min(config["BLOCK_N"], max(16, triton.next_power_of_2(features)))
     grid = (triton.cdiv(len(index), launch["BLOCK_M"]) * triton.cdiv(features, launch["BLOCK_N"]),)
     bulk = (

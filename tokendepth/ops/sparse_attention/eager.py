@@ -22,7 +22,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, active: Tensor, key_valid: Tensor | N
 def _by_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
     """`bias` `[n, keys]` is added to the scores, `counts` `[batch]` says how many of the rows are of each sequence."""
     if len(k) == 1 and len(q):
-        return _of_one(q, k, v, bias)
+        return _of_one(q, k, v, bias).contiguous()  # as the compiler is told
     rows = counts.tolist()
     parts = enumerate(zip(q.split(rows), bias.split(rows), strict=True))
     out = [_of_one(q_b, k[b : b + 1], v[b : b + 1], bias_b) for b, (q_b, bias_b) in parts if len(q_b)]
