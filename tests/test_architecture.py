@@ -334,7 +334,7 @@ def test_rule_finds_the_offender(rule, path, source):
         (size_problems, "model.py", "x\n" * LONGEST_FILE),
         (pickle_problems, "runs.py", '"""No pickle, no torch.load(."""\nread(path, weights_only=True)'),
         (pickle_problems, "step.py", "import torch\ntorch.jit.script(f)\ntorch.distributed.barrier()"),
-        (private_path_problems, "README.md", "docs/home/x ../home/x example.org/root/ $(TOP)/home/"),
+        (private_path_problems, "README.md", "docs/home/x ../home/x example.org/home/ $(TOP)/home/"),
     ],
 )
 def test_rule_lets_the_innocent_pass(rule, path, source):

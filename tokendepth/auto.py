@@ -18,9 +18,9 @@ from tokendepth.errors import UserError
 from tokendepth.files import read_json, write_json
 from tokendepth.machine import describe_device
 from tokendepth.model import LanguageModel
+from tokendepth.ops.backend import LOW_PRECISION
 from tokendepth.trace import Execution
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 FRACTIONS = (0.1, 0.4, 0.7, 1.0)
 REPEATS = 5
 

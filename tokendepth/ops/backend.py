@@ -3,6 +3,16 @@
 from functools import cache
 from importlib.util import find_spec
 
+import torch
+from torch import Tensor
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def serves(h: Tensor) -> bool:
+    """Whether a kernel without a gradient is for `h`: in full precision the scalar units are the library's home."""
+    return h.is_cuda and h.dtype in LOW_PRECISION and not torch.is_grad_enabled() and has_triton()
+
 
 def has_triton() -> bool:
     return _find_triton()

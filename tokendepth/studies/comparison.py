@@ -6,10 +6,9 @@ What has no row is `not run`.
 import textwrap
 from pathlib import Path
 
-from tokendepth.errors import UserError
 from tokendepth.files import disk_faults, write_bytes
 from tokendepth.report.summary import DASH, Stat
-from tokendepth.studies.evidence import NOT_RUN, show
+from tokendepth.studies.evidence import NOT_RUN, needs_report_extra, show
 from tokendepth.studies.outcomes import OUTSIDE, Outcomes
 from tokendepth.studies.settings import COMPARISONS, LAYERS, TOLERANCE, Setting
 
@@ -178,13 +177,8 @@ def _timed(outcomes: Outcomes) -> str:
 
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
     """The page at `path` and its figures in `figures/` beside it; what has no numbers is not drawn."""
-    try:
+    with needs_report_extra(results):
         from tokendepth.studies.tradeoffs import draw
-    except ModuleNotFoundError as error:
-        missing = (error.name or "a package").split(".")[0]
-        raise UserError(
-            f"the rows are in {results}, but the page needs {missing}, not installed; pip install 'tokendepth[report]'"
-        ) from None
 
     all_outcomes = [Outcomes.read(results, comparison, quick=quick) for comparison in COMPARISONS.values()]
     folder, figures = path.parent / "figures", {}

@@ -7,10 +7,9 @@ number that has no row is `not run`.
 import textwrap
 from pathlib import Path
 
-from tokendepth.errors import UserError
 from tokendepth.files import disk_faults, write_bytes
 from tokendepth.results import Row
-from tokendepth.studies.evidence import NOT_RUN, Evidence, collapses, show
+from tokendepth.studies.evidence import NOT_RUN, Evidence, collapses, needs_report_extra, show
 from tokendepth.studies.findings import findings
 from tokendepth.studies.open_questions import convergence, open_questions
 from tokendepth.studies.tables import TABLES, Line, Table
@@ -217,13 +216,8 @@ def _training_line(row: Row) -> str:
 
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
     """The page at `path` and its figures in `figures/` beside it; what has no numbers is not drawn."""
-    try:
+    with needs_report_extra(results):
         from tokendepth.studies.figures import draw
-    except ModuleNotFoundError as error:
-        missing = (error.name or "a package").split(".")[0]
-        raise UserError(
-            f"the rows are in {results}, but the page needs {missing}, not installed; pip install 'tokendepth[report]'"
-        ) from None
 
     evidence = Evidence.read(results, quick=quick)
     folder = path.parent / "figures"

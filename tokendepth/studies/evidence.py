@@ -1,11 +1,13 @@
 """What results/ holds, asked by experiment: numbers over seeds, or nothing where nothing was run."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokendepth.config import RunConfig, from_dict
+from tokendepth.errors import UserError
 from tokendepth.report.records import as_number
 from tokendepth.report.summary import Stat
 from tokendepth.results import Row, read_rows
@@ -131,3 +133,15 @@ def _one_device(rows: list[Row]) -> list[Row]:
     on_gpu = [row for row in rows if not row["device"].startswith("CPU")]
     rows = on_gpu or rows
     return [row for row in rows if row["device"] == rows[-1]["device"]]
+
+
+@contextlib.contextmanager
+def needs_report_extra(results: Path) -> Iterator[None]:
+    """Around the import of what draws: rows are there without it, a page is not."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "a package").split(".")[0]
+        raise UserError(
+            f"the rows are in {results}, but the page needs {missing}, not installed; pip install 'tokendepth[report]'"
+        ) from None

@@ -5,10 +5,9 @@ Keys and values are there already, for every token. Inference alone: it has no g
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from tokendepth.ops.backend import has_triton
+from tokendepth.ops.backend import serves
 
 __all__ = ["BlockWeights", "active_block"]
 
@@ -46,8 +45,7 @@ def active_block(
     graph.
     """
     if backend == "auto":
-        low = h.is_cuda and h.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
-        backend = "kernel" if low and has_triton() else "eager"
+        backend = "kernel" if serves(h) else "eager"
     if backend == "kernel":
         from tokendepth.ops.active_block.kernel import kernel as run
     elif backend == "eager":

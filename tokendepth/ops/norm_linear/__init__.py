@@ -1,9 +1,8 @@
 """A layer norm and the projection of what it returns, both wanted: active rows need the normalised state too."""
 
-import torch
 from torch import Tensor
 
-from tokendepth.ops.backend import has_triton
+from tokendepth.ops.backend import serves
 
 __all__ = ["norm_linear"]
 
@@ -17,9 +16,8 @@ def norm_linear(h: Tensor, norm: Tensor, norm_bias: Tensor, w: Tensor, backend: 
     `auto` is the kernel for low precision on a GPU where no gradient is wanted, and `eager` otherwise.
     """
     if backend == "auto":
-        low = h.is_cuda and h.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
         d = h.shape[-1]
-        backend = "kernel" if low and 16 <= d <= LARGEST_D and d & (d - 1) == 0 and has_triton() else "eager"
+        backend = "kernel" if 16 <= d <= LARGEST_D and d & (d - 1) == 0 and serves(h) else "eager"
     if backend == "kernel":
         from tokendepth.ops.norm_linear.kernel import kernel as run
     elif backend == "eager":
