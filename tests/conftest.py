@@ -1,12 +1,17 @@
 """What every test shares: an environment of its own, one thread, and the corpora where they are at hand."""
 
 import os
+import signal
 
 import pytest
 
 # Before torch is imported, and inherited by every subprocess: two xdist workers on two cores want one thread each.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
+
+# A shell that starts a command in the background makes it ignore Ctrl-C, and its children too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch  # noqa: E402
 

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokendepth.ops.overlap import after_previous, overlapped
+
 LARGEST_TILE = 256
 """Up to this d, a power of two, the query is made inside of attention, and projection, sum and norm are one kernel."""
 MANY_TOKENS = 4096
@@ -30,8 +32,11 @@ PREFIX = 8192  # flags that are counted at once
 
 
 @triton.jit
-def _compact(active, index, starts, batch, time, PREFIX: tl.constexpr, BLOCK: tl.constexpr):
+def _compact(
+    active, index, starts, batch, time, PREFIX: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     """Program b: the active tokens of sequence b, written to their part of `index`, which begins at `starts[b]`."""
+    after_previous(OVERLAP)
     b = tl.program_id(0)
     earlier = tl.arange(0, PREFIX)
     before = 0
@@ -68,13 +73,14 @@ def _linear(
     x, w, bias, residual, keep, out, index, count,
     K: tl.constexpr, OUT: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
     RESIDUAL: tl.constexpr, KEEP: tl.constexpr, SCATTER: tl.constexpr, BULK: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Row r of the active ones: residual + keep * f(x w^T + bias).
 
     GATHER: x is by place, else by row. RESIDUAL: 1 by row, 2 by place. SCATTER: out is by place, else by row.
     BULK: x and w are descriptors, whose tiles the copy engine brings.
     """
+    after_previous(OVERLAP)
     rows = tl.load(count)
     columns: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     blocks = tl.cdiv(rows, BLOCK_M)
@@ -146,12 +152,13 @@ def _attend(
 def _attention(
     q, query, k, v, valid, out, index, starts, time, keys, scale, k_batch, k_head, k_time, v_batch, v_head, v_time,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, QUERY: tl.constexpr,
-    VALID: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    VALID: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (m, b and head): the m-th block of active rows of a sequence, against its keys up to the last of them.
 
     QUERY: q is what queries are made of, by place; else they are there already, by row.
     """
+    after_previous(OVERLAP)
     b = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
     first, last = tl.load(starts + b), tl.load(starts + b + 1)
@@ -200,9 +207,10 @@ def _attention(
 @triton.jit
 def _project(
     attended, w_out, h, keep, norm, norm_bias, states, normed, index, count,
-    D: tl.constexpr, KEEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, KEEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of the output projection, added to their states, and what the second norm makes of the sum."""
+    after_previous(OVERLAP)
     rows = tl.load(count)
     if tl.program_id(0) * BLOCK_M < rows:
         row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -230,7 +238,8 @@ def _project(
 
 
 @triton.jit
-def _norm(x, weight, bias, out, count, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _norm(x, weight, bias, out, count, D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr):
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(count):
         column = tl.arange(0, BLOCK_D)
@@ -266,7 +275,7 @@ def _rows_linear(x, w, out, index, count, config, *, bias=None, residual=None, b
     _linear[grid](
         *operands, *given, out, index, count, K=k, OUT=features, GATHER=gather, BIAS=bias is not None, GELU=gelu,
         RESIDUAL=0 if residual is None else 2 if by_place else 1, KEEP=keep is not None, SCATTER=scatter, BULK=bulk,
-        GROUP=GROUP, **launch,
+        GROUP=GROUP, **overlapped(out), **launch,
     )  # fmt: skip
 
 
@@ -291,20 +300,15 @@ def _active_block(
     keep = None if keep is None else keep.contiguous()
     attended, states, normed = (h.new_empty(tokens, d) for _ in range(3))
     hidden = h.new_empty(tokens, up.shape[0])
+    overlap = overlapped(h)
     one_tile = 16 <= d <= LARGEST_TILE and d == triton.next_power_of_2(d)
     with torch.cuda.device_of(h):
         flags = active.contiguous().view(torch.uint8)
         block = min(1024, triton.next_power_of_2(time))
+        prefix = min(PREFIX, triton.next_power_of_2(tokens))
         _compact[(batch,)](
-            flags,
-            index,
-            starts,
-            batch,
-            time,
-            PREFIX=min(PREFIX, triton.next_power_of_2(tokens)),
-            BLOCK=block,
-            num_warps=8,
-        )
+            flags, index, starts, batch, time, PREFIX=prefix, BLOCK=block, num_warps=8, **overlap
+        )  # fmt: skip
         if not one_tile:
             _rows_linear(x, query, normed, index, count, WIDE, gather=True)
         valid = flags if key_valid is None else key_valid.contiguous().view(torch.uint8)
@@ -312,7 +316,7 @@ def _active_block(
             x if one_tile else normed, query, k, v, valid, attended, index, starts, time, keys,
             1.4426950408889634 * width**-0.5, *k.stride()[:3], *v.stride()[:3], HEADS=heads, WIDTH=width,
             BLOCK_W=max(16, triton.next_power_of_2(width)), BLOCK_D=min(64, triton.next_power_of_2(d)), QUERY=one_tile,
-            VALID=key_valid is not None, **ATTENTION,
+            VALID=key_valid is not None, **overlap, **ATTENTION,
         )  # fmt: skip
         few = tokens <= MANY_TOKENS
         if one_tile:
@@ -320,12 +324,12 @@ def _active_block(
             project = {**project, "BLOCK_K": min(project["BLOCK_K"], d)}
             _project[(triton.cdiv(tokens, project["BLOCK_M"]),)](
                 attended, w_out, h, h if keep is None else keep, norm, norm_bias, states, normed, index, count,
-                D=d, KEEP=keep is not None, **project,
+                D=d, KEEP=keep is not None, **overlap, **project,
             )  # fmt: skip
         else:
             _rows_linear(attended, w_out, states, index, count, WIDE, residual=h, by_place=True, keep=keep)
             _norm[(tokens,)](
-                states, norm, norm_bias, normed, count, D=d, BLOCK_D=triton.next_power_of_2(d), num_warps=4
+                states, norm, norm_bias, normed, count, D=d, BLOCK_D=triton.next_power_of_2(d), num_warps=4, **overlap
             )
         widen, narrow = (WIDE, WIDE) if not one_tile else (UP_FEW, DOWN_FEW) if few else (UP, DOWN)
         _rows_linear(normed, up, hidden, index, count, widen, bias=up_bias, gelu=True)

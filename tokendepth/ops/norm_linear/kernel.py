@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokendepth.ops.overlap import after_previous, overlapped
+
 MANY = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8}
 FEW = {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4}
 MANY_ROWS = 4096
@@ -16,8 +18,10 @@ MANY_ROWS = 4096
 
 @triton.jit
 def _norm_linear(
-    h, norm, norm_bias, w, x, y, rows, D: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    h, norm, norm_bias, w, x, y, rows,
+    D: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    after_previous(OVERLAP)
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     feature = tl.arange(0, D)
@@ -47,7 +51,7 @@ def _op(h: Tensor, norm: Tensor, norm_bias: Tensor, w: Tensor) -> tuple[Tensor, 
         launch = MANY if rows > MANY_ROWS else FEW
         grid = (triton.cdiv(rows, launch["BLOCK_M"]), triton.cdiv(out, launch["BLOCK_N"]))
         with torch.cuda.device_of(h):
-            _norm_linear[grid](h, norm, norm_bias, w, x, y, rows, D=d, OUT=out, **launch)
+            _norm_linear[grid](h, norm, norm_bias, w, x, y, rows, D=d, OUT=out, **overlapped(h), **launch)
     return x, y
 
 

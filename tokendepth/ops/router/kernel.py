@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokendepth.ops.overlap import after_previous, overlapped
+
 # Why these, for the case that matters: 8192 tokens, d = 256, hidden = 64, bfloat16 products, 132 multiprocessors.
 # 64 rows a program make 128 programs, one wave, and 64 is what Hopper's matrix instruction takes. All of d in one piece
 # and 8 warps: the tiles of h and w1 take 64 registers a thread each as they arrive, so that every load is under way
@@ -37,8 +39,9 @@ def _operand(matrix, row, rows, stride, column, columns, LOW: tl.constexpr):
 def _forward(
     h, w1, b1, w2, b2, out, rows,
     STRIDE: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr, LOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAP)
     first = tl.program_id(0) * BLOCK_N
     row = tl.arange(0, BLOCK_N)
     unit = tl.arange(0, BLOCK_H)
@@ -163,7 +166,7 @@ def _logits(h: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, low_preci
         launch["STRIDE"] = flat.stride(0)
         weights = w1.contiguous(), b1.contiguous(), w2.contiguous(), b2
         with torch.cuda.device_of(h):
-            _forward[(triton.cdiv(rows, launch["BLOCK_N"]),)](flat, *weights, out, rows, **launch)
+            _forward[(triton.cdiv(rows, launch["BLOCK_N"]),)](flat, *weights, out, rows, **overlapped(h), **launch)
     return out
 
 
