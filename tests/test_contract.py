@@ -43,7 +43,8 @@ from tokendepth.evaluate import batches, load_model, measure
 from tokendepth.files import write_json
 from tokendepth.flops import count_flops
 from tokendepth.methods import METHODS, build
-from tokendepth.model import LanguageModel, Output
+from tokendepth.model import Block, LanguageModel, Output
+from tokendepth.ops.enter_block import Entered
 from tokendepth.runs import Run
 from tokendepth.step import OptimiserStep, Ranks, cosine
 from tokendepth.trace import EXECUTIONS
@@ -152,8 +153,18 @@ def with_router_logits(model: LanguageModel, forward: Callable[[], Output]) -> t
     """What `forward` returns, and the logits of each router in the order of the routed sites."""
     logits: list[Tensor] = []
     hooks = [r.register_forward_hook(lambda _m, _i, out: logits.append(out)) for r in model.method.routers()]
+    enter = Block.enter
+
+    def entered(block: Block, h: Tensor, router=None) -> Entered:
+        """A block that skips asks its router together with its norm."""
+        found = enter(block, h, router)
+        logits.extend([found.logit] if router else [])
+        return found
+
     try:
-        return forward(), logits
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Block, "enter", entered)
+            return forward(), logits
     finally:
         for hook in hooks:
             hook.remove()

@@ -19,8 +19,8 @@ from tokendepth.config import ModelConfig
 from tokendepth.errors import UserError
 from tokendepth.ops.active_block import BlockWeights, active_block
 from tokendepth.ops.compact import compact, put, take
+from tokendepth.ops.enter_block import Entered, RouterWeights, enter_block
 from tokendepth.ops.gated_add import gated_add
-from tokendepth.ops.norm_linear import norm_linear
 from tokendepth.ops.sparse_attention import sparse_attention
 from tokendepth.trace import DepthTrace, Execution, Site
 
@@ -199,16 +199,23 @@ class Block(nn.Module):
         states = gated_add(take(h, rows), self.dropout(self.attention.out(attended)), gate)
         return put(h, rows, gated_add(states, self.dropout(self.ffn(self.norm_ffn(states))), gate))
 
-    def forward_active(self, h: Tensor, run: Pass, active: Tensor, weight: Tensor | None = None) -> Tensor:
+    def enter(self, h: Tensor, router: RouterWeights | None = None) -> Entered:
+        """What `forward_active` needs of every token, and what the router says of them, in one pass over h."""
+        norm, (_, w_kv) = self.norm_attention, self.attention._weights()
+        return enter_block(h, norm.weight, norm.bias, w_kv, router)
+
+    def forward_active(
+        self, h: Tensor, run: Pass, active: Tensor, weight: Tensor | None = None, entered: Entered | None = None
+    ) -> Tensor:
         """The block for the tokens of `active` `[batch, time]`; the others pass unchanged, costing K and V.
 
-        `weight` `[batch, time]` scales the active tokens' updates; none is the plain block. Without a gradient h may be
-        changed in place: it is the caller's to give away.
+        `weight` `[batch, time]` scales the active tokens' updates; none is the plain block. `entered` is what `enter`
+        made of h, where that was needed to decide. Without a gradient h may be changed in place: it is the caller's to
+        give away.
         """
-        norm, (_, w_kv) = self.norm_attention, self.attention._weights()
-        x, both = norm_linear(h, norm.weight, norm.bias, w_kv)
-        k, v, key_valid = self.attention.remember(both, run)
-        return active_block(h, x, k, v, active, self._active_weights(), weight, key_valid)
+        entered = entered or self.enter(h)
+        k, v, key_valid = self.attention.remember(entered.both, run)
+        return active_block(h, entered.x, k, v, active, self._active_weights(), weight, key_valid)
 
     def _active_weights(self) -> BlockWeights:
         norm, ffn, attention = self.norm_ffn, self.ffn, self.attention

@@ -24,6 +24,7 @@ from tokendepth.methods.base import Method
 from tokendepth.methods.tsa import Router
 from tokendepth.model import Block, Pass, Spent, block_site
 from tokendepth.ops.compact import take
+from tokendepth.ops.enter_block import Entered
 from tokendepth.trace import DepthTrace, Site
 
 SMALLEST_DRAW = 0.15
@@ -40,9 +41,14 @@ class BudgetBlock(Block):
         self.router = Router(model.d_model) if config.routing == "learned" else None
         self.register_buffer("threshold", torch.tensor(0.0 if self.router else 1 - config.budget))
 
-    def scores(self, hidden: Tensor, dice: Callable[[], Tensor]) -> Tensor:
+    def enter_and_ask(self, hidden: Tensor) -> Entered:
+        return self.enter(hidden, self.router and self.router.weights(normed=True))
+
+    def scores(self, hidden: Tensor, dice: Callable[[], Tensor], entered: Entered | None = None) -> Tensor:
         """`[batch, time]`, the higher the sooner active."""
-        return dice() if self.router is None else -self.router(F.layer_norm(hidden, hidden.shape[-1:]))
+        if self.router is None:
+            return dice()
+        return -(self.router(F.layer_norm(hidden, hidden.shape[-1:])) if entered is None else entered.logit)
 
     def weight(self, scores: Tensor) -> Tensor:
         """What an active token keeps of its updates: the router's only way to learn what its decisions are worth."""
@@ -69,14 +75,15 @@ class Budget(Method):
         hidden = self.blocks[0](hidden, run)
         work = [torch.ones(hidden.shape[:2], device=hidden.device)]
         for decision, block in enumerate(self._routed()):
-            scores = block.scores(hidden, partial(_dice, entering, decision))
+            entered = block.enter_and_ask(hidden) if run.execution == "sparse" else None
+            scores = block.scores(hidden, partial(_dice, entering, decision), entered)
             if run.calibrate is not None:
                 block.threshold.copy_(_quantile(scores, 1 - run.calibrate))
             active = scores > block.threshold if run.decisions is None else run.decisions[decision]
             active = active if run.valid is None else active & run.valid
             weight = block.weight(scores)
             if run.execution == "sparse":
-                hidden = block.forward_active(hidden, run, active, weight)
+                hidden = block.forward_active(hidden, run, active, weight, entered)
             else:
                 hidden = block(hidden, run, gate=weight * active)
             work.append(active.float())

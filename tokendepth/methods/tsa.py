@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tokendepth.config import ModelConfig, TSAConfig
 from tokendepth.methods.base import Method
 from tokendepth.model import Block, Pass, Spent, block_site
+from tokendepth.ops.enter_block import Entered, RouterWeights
 from tokendepth.ops.router import halting_logits
 from tokendepth.trace import DepthTrace, Site
 
@@ -30,8 +31,10 @@ class Router(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """`[batch, time, d] -> [batch, time]`, in float32 so that the gate is fine where the products are not."""
-        weights = (self.hidden.weight, self.hidden.bias, self.logit.weight, self.logit.bias)
-        return halting_logits(h, *weights, low_precision=torch.is_autocast_enabled(h.device.type))
+        return halting_logits(h, *self.weights()[:4], low_precision=torch.is_autocast_enabled(h.device.type))
+
+    def weights(self, *, normed: bool = False) -> RouterWeights:
+        return RouterWeights(self.hidden.weight, self.hidden.bias, self.logit.weight, self.logit.bias, normed)
 
     @property
     def flops(self) -> int:
@@ -61,26 +64,37 @@ class TSA(Method):
         hidden = self.blocks[0](hidden, run)
         keeps = [torch.ones(hidden.shape[:2], device=hidden.device)]
         for decision, block in enumerate(self._gated()):
-            halt_logit = block.router(hidden)
+            entered = block.enter(hidden, block.router.weights()) if self._skips(run) else None
+            halt_logit = block.router(hidden) if entered is None else entered.logit
             if run.execution == "soft":
                 keep = torch.sigmoid(-halt_logit)
                 hidden = block(hidden, run, gate=keep)
             else:
-                active = halt_logit <= self.threshold_logit if run.decisions is None else run.decisions[decision]
+                active = halt_logit <= self._threshold(run, decision)
                 active = active if run.valid is None else active & run.valid
-                hidden = self._decided(block, hidden, run, active)
+                hidden = self._decided(block, hidden, run, active, entered)
                 keep = active.float()
             keeps.append(keep)
         work = torch.stack(keeps)
         losses = {"depth": self.depth_penalty * _mean(work[1:], run.valid)} if len(keeps) > 1 else {}
         return Spent(hidden, DepthTrace(work.detach(), sites, run.execution), losses)
 
-    def _decided(self, block: Block, hidden: Tensor, run: Pass, active: Tensor) -> Tensor:
-        if run.execution == "hard":
-            return block(hidden, run, gate=active)
-        if self.skip == "ffn":
+    def _threshold(self, run: Pass, decision: int) -> Tensor | float:
+        """Given decisions are thresholds that no logit reaches: compiled, a pass would leave out an unused router."""
+        if run.decisions is None:
+            return self.threshold_logit
+        return torch.where(run.decisions[decision], math.inf, -math.inf)
+
+    def _skips(self, run: Pass) -> bool:
+        """Whether all but keys and values of a halted token is skipped."""
+        return run.execution == "sparse" and self.skip == "block"
+
+    def _decided(self, block: Block, hidden: Tensor, run: Pass, active: Tensor, entered: Entered | None = None) -> Tensor:
+        if self._skips(run):
+            return block.forward_active(hidden, run, active, entered=entered)
+        if run.execution == "sparse":
             return block.forward_active_ffn(hidden, run, active)
-        return block.forward_active(hidden, run, active)
+        return block(hidden, run, gate=active)
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         sites = [block_site(self.model, "block 0", keys, routed=False)]

@@ -14,6 +14,11 @@ def serves(h: Tensor) -> bool:
     return h.is_cuda and h.dtype in LOW_PRECISION and not torch.is_grad_enabled() and has_triton()
 
 
+def check_kernel(h: Tensor) -> None:
+    if h.is_cuda and h.dtype not in LOW_PRECISION:
+        raise ValueError(f"backend 'kernel' is for bfloat16 and float16 on a GPU, not {h.dtype}; take 'eager'")
+
+
 def has_triton() -> bool:
     return _find_triton()
 

@@ -13,22 +13,36 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokendepth.ops.backend import check_kernel
 from tokendepth.ops.overlap import after_previous, overlapped
 
 LARGEST_TILE = 256
 """Up to this d, a power of two, the query is made inside of attention, and projection, sum and norm are one kernel."""
 MANY_TOKENS = 4096
 """With fewer, tiles are small, so that there are enough of them for all multiprocessors."""
+LARGEST_COMPACT = 256
+"""Up to this time, and with few tokens, attention finds the active rows itself, which saves a kernel."""
 ATTENTION = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 WIDE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 PROJECT = {"BLOCK_M": 64, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 UP = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 DOWN = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
+NORM = {"BLOCK_M": 4, "num_warps": 4}
 PROJECT_FEW = {"BLOCK_M": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 UP_FEW = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
-DOWN_FEW = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 8}
+DOWN_FEW = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 8}
 GROUP = 8  # row blocks that share their tiles of the weights in the second-level cache
 PREFIX = 8192  # flags that are counted at once
+
+
+@triton.jit
+def _count(active, end, PREFIX: tl.constexpr):
+    """How many of the first `end` tokens are active: every program counts for itself, and none waits for another."""
+    offset = tl.arange(0, PREFIX)
+    found = 0
+    for start in range(0, end, PREFIX):
+        found += tl.sum(tl.load(active + start + offset, mask=start + offset < end, other=0).to(tl.int32), 0)
+    return found
 
 
 @triton.jit
@@ -38,11 +52,7 @@ def _compact(
     """Program b: the active tokens of sequence b, written to their part of `index`, which begins at `starts[b]`."""
     after_previous(OVERLAP)
     b = tl.program_id(0)
-    earlier = tl.arange(0, PREFIX)
-    before = 0
-    for start in range(0, b * time, PREFIX):  # every program counts for itself: none waits for another
-        flags = tl.load(active + start + earlier, mask=start + earlier < b * time, other=0).to(tl.int32)
-        before += tl.sum(flags, 0)
+    before = _count(active, b * time, PREFIX)
     offset = tl.arange(0, BLOCK)
     tl.store(starts + b, before)
     for start in range(0, time, BLOCK):
@@ -150,24 +160,41 @@ def _attend(
 
 @triton.jit
 def _attention(
-    q, query, k, v, valid, out, index, starts, time, keys, scale, k_batch, k_head, k_time, v_batch, v_head, v_time,
+    q, query, k, v, active, valid, out, index, starts, batch, time, keys, scale,
+    k_batch, k_head, k_time, v_batch, v_head, v_time,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, QUERY: tl.constexpr,
-    VALID: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+    VALID: tl.constexpr, COMPACT: tl.constexpr, PREFIX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (m, b and head): the m-th block of active rows of a sequence, against its keys up to the last of them.
 
-    QUERY: q is what queries are made of, by place; else they are there already, by row.
+    QUERY: q is what queries are made of, by place; else they are there already, by row. COMPACT: not 0 but at least
+    `time`: every program finds its rows itself, and those of the first head write them down.
     """
     after_previous(OVERLAP)
     b = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
-    first, last = tl.load(starts + b), tl.load(starts + b + 1)
+    if COMPACT:
+        token = tl.arange(0, COMPACT)
+        flags = tl.load(active + b * time + token, mask=token < time, other=0).to(tl.int32)
+        first = _count(active, b * time, PREFIX)
+        last = first + tl.sum(flags, 0)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == (batch - 1) * HEADS):
+            tl.store(starts + batch, last)
+    else:
+        first, last = tl.load(starts + b), tl.load(starts + b + 1)
     if first + tl.program_id(0) * BLOCK_M < last:
         row = first + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         there = row < last
         unit = tl.arange(0, BLOCK_W)
         D: tl.constexpr = HEADS * WIDTH
-        place = tl.load(index + row, mask=there, other=b * time)
+        if COMPACT:
+            earlier = tl.cumsum(flags, 0) - flags
+            here = (earlier[None, :] == (row - first)[:, None]) & (flags != 0)[None, :]
+            place = b * time + tl.sum(tl.where(here, token[None, :], 0), 1)
+            tl.store(index + row, place, mask=there & (head == 0))
+        else:
+            place = tl.load(index + row, mask=there, other=b * time)
         own = place - b * time + keys - time
         end = tl.max(own, 0) + 1
         at = row.to(tl.int64)[:, None] * D + head * WIDTH + unit[None, :]
@@ -238,18 +265,23 @@ def _project(
 
 
 @triton.jit
-def _norm(x, weight, bias, out, count, D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr):
+def _norm(
+    x, weight, bias, out, count, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     after_previous(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(count):
+    rows = tl.load(count)
+    if tl.program_id(0) * BLOCK_M < rows:
+        row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         column = tl.arange(0, BLOCK_D)
-        inside = column < D
-        value = tl.load(x + row * D + column, mask=inside, other=0.0).to(tl.float32)
-        value = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
-        value *= tl.rsqrt(tl.sum(value * value, 0) / D + 1e-5)
-        value *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * D + column, value.to(out.dtype.element_ty), mask=inside)
+        known = (column < D)[None, :]
+        inside = (row < rows)[:, None] & known
+        at = row.to(tl.int64)[:, None] * D + column[None, :]
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.where(known, value - (tl.sum(value, 1) / D)[:, None], 0.0)
+        value *= tl.rsqrt(tl.sum(value * value, 1) / D + 1e-5)[:, None]
+        value *= tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+        value += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 def _has_copy_engine(x: Tensor) -> bool:
@@ -304,21 +336,24 @@ def _active_block(
     one_tile = 16 <= d <= LARGEST_TILE and d == triton.next_power_of_2(d)
     with torch.cuda.device_of(h):
         flags = active.contiguous().view(torch.uint8)
-        block = min(1024, triton.next_power_of_2(time))
         prefix = min(PREFIX, triton.next_power_of_2(tokens))
-        _compact[(batch,)](
-            flags, index, starts, batch, time, PREFIX=prefix, BLOCK=block, num_warps=8, **overlap
-        )  # fmt: skip
+        few = tokens <= MANY_TOKENS
+        compact_inside = one_tile and few and time <= LARGEST_COMPACT
+        if not compact_inside:
+            block = min(1024, triton.next_power_of_2(time))
+            _compact[(batch,)](
+                flags, index, starts, batch, time, PREFIX=prefix, BLOCK=block, num_warps=8, **overlap
+            )  # fmt: skip
         if not one_tile:
             _rows_linear(x, query, normed, index, count, WIDE, gather=True)
         valid = flags if key_valid is None else key_valid.contiguous().view(torch.uint8)
         _attention[(triton.cdiv(time, ATTENTION["BLOCK_M"]), batch * heads)](
-            x if one_tile else normed, query, k, v, valid, attended, index, starts, time, keys,
+            x if one_tile else normed, query, k, v, flags, valid, attended, index, starts, batch, time, keys,
             1.4426950408889634 * width**-0.5, *k.stride()[:3], *v.stride()[:3], HEADS=heads, WIDTH=width,
             BLOCK_W=max(16, triton.next_power_of_2(width)), BLOCK_D=min(64, triton.next_power_of_2(d)), QUERY=one_tile,
-            VALID=key_valid is not None, **overlap, **ATTENTION,
+            VALID=key_valid is not None, COMPACT=triton.next_power_of_2(time) if compact_inside else 0, PREFIX=prefix,
+            **overlap, **ATTENTION,
         )  # fmt: skip
-        few = tokens <= MANY_TOKENS
         if one_tile:
             project = PROJECT_FEW if few else PROJECT
             project = {**project, "BLOCK_K": min(project["BLOCK_K"], d)}
@@ -328,8 +363,8 @@ def _active_block(
             )  # fmt: skip
         else:
             _rows_linear(attended, w_out, states, index, count, WIDE, residual=h, by_place=True, keep=keep)
-            _norm[(tokens,)](
-                states, norm, norm_bias, normed, count, D=d, BLOCK_D=triton.next_power_of_2(d), num_warps=4, **overlap
+            _norm[(triton.cdiv(tokens, NORM["BLOCK_M"]),)](
+                states, norm, norm_bias, normed, count, D=d, BLOCK_D=triton.next_power_of_2(d), **overlap, **NORM
             )
         widen, narrow = (WIDE, WIDE) if not one_tile else (UP_FEW, DOWN_FEW) if few else (UP, DOWN)
         _rows_linear(normed, up, hidden, index, count, widen, bias=up_bias, gelu=True)
@@ -338,6 +373,7 @@ def _active_block(
 
 def kernel(h, x, k, v, active, weights, keep=None, key_valid=None) -> Tensor:
     """As `reference`, without asking the host how many tokens are active; in place."""
+    check_kernel(h)
     h = h.contiguous()
     _active_block(h, x, k, v, active, *(w.contiguous() for w in weights), keep, key_valid)
     return h
