@@ -89,7 +89,9 @@ class TSA(Method):
         """Whether all but keys and values of a halted token is skipped."""
         return run.execution == "sparse" and self.skip == "block"
 
-    def _decided(self, block: Block, hidden: Tensor, run: Pass, active: Tensor, entered: Entered | None = None) -> Tensor:
+    def _decided(
+        self, block: Block, hidden: Tensor, run: Pass, active: Tensor, entered: Entered | None = None
+    ) -> Tensor:
         if self._skips(run):
             return block.forward_active(hidden, run, active, entered=entered)
         if run.execution == "sparse":

@@ -14,23 +14,22 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokendepth.ops.backend import check_kernel
-from tokendepth.ops.overlap import after_previous, overlapped
+from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overlapped
 
 LARGEST_TILE = 256
 """Up to this d, a power of two, the query is made inside of attention, and projection, sum and norm are one kernel."""
 MANY_TOKENS = 4096
 """With fewer, tiles are small, so that there are enough of them for all multiprocessors."""
-LARGEST_COMPACT = 256
-"""Up to this time, and with few tokens, attention finds the active rows itself, which saves a kernel."""
 ATTENTION = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 WIDE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+NARROW = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 PROJECT = {"BLOCK_M": 64, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 UP = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 DOWN = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
 NORM = {"BLOCK_M": 4, "num_warps": 4}
 PROJECT_FEW = {"BLOCK_M": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
-UP_FEW = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
-DOWN_FEW = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 8}
+UP_FEW = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+DOWN_FEW = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
 GROUP = 8  # row blocks that share their tiles of the weights in the second-level cache
 PREFIX = 8192  # flags that are counted at once
 
@@ -61,6 +60,7 @@ def _compact(
         at = before + tl.cumsum(flags, 0) - flags
         tl.store(index + at, b * time + place, mask=(place < time) & (flags != 0))
         before += tl.sum(flags, 0)
+    let_next_begin(OVERLAP)
     if b == batch - 1:
         tl.store(starts + batch, before)
 
@@ -94,12 +94,12 @@ def _linear(
     rows = tl.load(count)
     columns: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     blocks = tl.cdiv(rows, BLOCK_M)
-    pid = tl.program_id(0)
-    if pid < blocks * columns:
-        group = pid // (GROUP * columns)
+    tile = tl.program_id(0)
+    if tile < blocks * columns:
+        group = tile // (GROUP * columns)
         size = tl.minimum(blocks - group * GROUP, GROUP)
-        first_row = (group * GROUP + pid % (GROUP * columns) % size) * BLOCK_M
-        first_column = pid % (GROUP * columns) // size * BLOCK_N
+        first_row = (group * GROUP + tile % (GROUP * columns) % size) * BLOCK_M
+        first_column = tile % (GROUP * columns) // size * BLOCK_N
         row = first_row + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
         there, wanted = row < rows, column < OUT
@@ -127,6 +127,7 @@ def _linear(
         if RESIDUAL:
             source = place if RESIDUAL == 2 else row
             acc += tl.load(residual + source[:, None] * OUT + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        let_next_begin(OVERLAP)
         target = place if SCATTER else row
         tl.store(out + target[:, None] * OUT + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
@@ -160,41 +161,27 @@ def _attend(
 
 @triton.jit
 def _attention(
-    q, query, k, v, active, valid, out, index, starts, batch, time, keys, scale,
-    k_batch, k_head, k_time, v_batch, v_head, v_time,
+    q, query, k, v, valid, out, index, starts, time, keys, scale, k_batch, k_head, k_time, v_batch, v_head, v_time,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, QUERY: tl.constexpr,
-    VALID: tl.constexpr, COMPACT: tl.constexpr, PREFIX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    VALID: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (m, b and head): the m-th block of active rows of a sequence, against its keys up to the last of them.
 
-    QUERY: q is what queries are made of, by place; else they are there already, by row. COMPACT: not 0 but at least
-    `time`: every program finds its rows itself, and those of the first head write them down.
+    QUERY: q is what queries are made of, by place; else they are there already, by row.
     """
     after_previous(OVERLAP)
     b = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
-    if COMPACT:
-        token = tl.arange(0, COMPACT)
-        flags = tl.load(active + b * time + token, mask=token < time, other=0).to(tl.int32)
-        first = _count(active, b * time, PREFIX)
-        last = first + tl.sum(flags, 0)
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == (batch - 1) * HEADS):
-            tl.store(starts + batch, last)
-    else:
-        first, last = tl.load(starts + b), tl.load(starts + b + 1)
-    if first + tl.program_id(0) * BLOCK_M < last:
-        row = first + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first, last = tl.load(starts + b), tl.load(starts + b + 1)
+    k += b.to(tl.int64) * k_batch + head * k_head
+    v += b.to(tl.int64) * v_batch + head * v_head
+    block = first + tl.program_id(0) * BLOCK_M
+    if block < last:
+        row = block + tl.arange(0, BLOCK_M)
         there = row < last
         unit = tl.arange(0, BLOCK_W)
         D: tl.constexpr = HEADS * WIDTH
-        if COMPACT:
-            earlier = tl.cumsum(flags, 0) - flags
-            here = (earlier[None, :] == (row - first)[:, None]) & (flags != 0)[None, :]
-            place = b * time + tl.sum(tl.where(here, token[None, :], 0), 1)
-            tl.store(index + row, place, mask=there & (head == 0))
-        else:
-            place = tl.load(index + row, mask=there, other=b * time)
+        place = tl.load(index + row, mask=there, other=b * time)
         own = place - b * time + keys - time
         end = tl.max(own, 0) + 1
         at = row.to(tl.int64)[:, None] * D + head * WIDTH + unit[None, :]
@@ -211,8 +198,6 @@ def _attention(
             q_tile = acc.to(q.dtype.element_ty)
         else:
             q_tile = tl.load(q + at, mask=inside, other=0.0)
-        k += b.to(tl.int64) * k_batch + head * k_head
-        v += b.to(tl.int64) * v_batch + head * v_head
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
@@ -228,6 +213,7 @@ def _attention(
                 q_tile, k, v, valid, own, top, total, acc, start, end, b * keys, scale, k_time, v_time,
                 WIDTH, BLOCK_W, BLOCK_N, True, VALID,
             )  # fmt: skip
+        let_next_begin(OVERLAP)
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
@@ -239,8 +225,9 @@ def _project(
     """Rows of the output projection, added to their states, and what the second norm makes of the sum."""
     after_previous(OVERLAP)
     rows = tl.load(count)
-    if tl.program_id(0) * BLOCK_M < rows:
-        row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    block = tl.program_id(0) * BLOCK_M
+    if block < rows:
+        row = block + tl.arange(0, BLOCK_M)
         there = row < rows
         column = tl.arange(0, D)
         place = tl.load(index + row, mask=there, other=0).to(tl.int64)
@@ -261,6 +248,7 @@ def _project(
         state *= tl.rsqrt(tl.sum(state * state, 1) / D + 1e-5)[:, None]
         state *= tl.load(norm + column).to(tl.float32)[None, :]
         state += tl.load(norm_bias + column).to(tl.float32)[None, :]
+        let_next_begin(OVERLAP)
         tl.store(normed + at, state.to(normed.dtype.element_ty), mask=there[:, None])
 
 
@@ -270,8 +258,9 @@ def _norm(
 ):  # fmt: skip
     after_previous(OVERLAP)
     rows = tl.load(count)
-    if tl.program_id(0) * BLOCK_M < rows:
-        row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    block = tl.program_id(0) * BLOCK_M
+    if block < rows:
+        row = block + tl.arange(0, BLOCK_M)
         column = tl.arange(0, BLOCK_D)
         known = (column < D)[None, :]
         inside = (row < rows)[:, None] & known
@@ -281,6 +270,7 @@ def _norm(
         value *= tl.rsqrt(tl.sum(value * value, 1) / D + 1e-5)[:, None]
         value *= tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
         value += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+        let_next_begin(OVERLAP)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -338,21 +328,18 @@ def _active_block(
         flags = active.contiguous().view(torch.uint8)
         prefix = min(PREFIX, triton.next_power_of_2(tokens))
         few = tokens <= MANY_TOKENS
-        compact_inside = one_tile and few and time <= LARGEST_COMPACT
-        if not compact_inside:
-            block = min(1024, triton.next_power_of_2(time))
-            _compact[(batch,)](
-                flags, index, starts, batch, time, PREFIX=prefix, BLOCK=block, num_warps=8, **overlap
-            )  # fmt: skip
+        block = min(1024, triton.next_power_of_2(time))
+        _compact[(batch,)](
+            flags, index, starts, batch, time, PREFIX=prefix, BLOCK=block, num_warps=8, **overlap
+        )  # fmt: skip
         if not one_tile:
-            _rows_linear(x, query, normed, index, count, WIDE, gather=True)
+            _rows_linear(x, query, normed, index, count, NARROW, gather=True)
         valid = flags if key_valid is None else key_valid.contiguous().view(torch.uint8)
         _attention[(triton.cdiv(time, ATTENTION["BLOCK_M"]), batch * heads)](
-            x if one_tile else normed, query, k, v, flags, valid, attended, index, starts, batch, time, keys,
+            x if one_tile else normed, query, k, v, valid, attended, index, starts, time, keys,
             1.4426950408889634 * width**-0.5, *k.stride()[:3], *v.stride()[:3], HEADS=heads, WIDTH=width,
             BLOCK_W=max(16, triton.next_power_of_2(width)), BLOCK_D=min(64, triton.next_power_of_2(d)), QUERY=one_tile,
-            VALID=key_valid is not None, COMPACT=triton.next_power_of_2(time) if compact_inside else 0, PREFIX=prefix,
-            **overlap, **ATTENTION,
+            VALID=key_valid is not None, **overlap, **ATTENTION,
         )  # fmt: skip
         if one_tile:
             project = PROJECT_FEW if few else PROJECT
@@ -362,11 +349,11 @@ def _active_block(
                 D=d, KEEP=keep is not None, **overlap, **project,
             )  # fmt: skip
         else:
-            _rows_linear(attended, w_out, states, index, count, WIDE, residual=h, by_place=True, keep=keep)
+            _rows_linear(attended, w_out, states, index, count, NARROW, residual=h, by_place=True, keep=keep)
             _norm[(triton.cdiv(tokens, NORM["BLOCK_M"]),)](
                 states, norm, norm_bias, normed, count, D=d, BLOCK_D=triton.next_power_of_2(d), **overlap, **NORM
             )
-        widen, narrow = (WIDE, WIDE) if not one_tile else (UP_FEW, DOWN_FEW) if few else (UP, DOWN)
+        widen, narrow = (WIDE, NARROW) if not one_tile else (UP_FEW, DOWN_FEW) if few else (UP, DOWN)
         _rows_linear(normed, up, hidden, index, count, widen, bias=up_bias, gelu=True)
         _rows_linear(hidden, down, h, index, count, narrow, bias=down_bias, residual=states, keep=keep, scatter=True)
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tokendepth.ops.backend import check_kernel
 from tokendepth.ops.enter_block.eager import eager
-from tokendepth.ops.overlap import after_previous, overlapped
+from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overlapped
 
 LARGEST_TILE = 256
 """Up to this d, a power of two, a row fits in one tile."""
 # Programs share the bandwidth of the second-level cache, from which each reads its rows and its columns of w. With many
 # rows a program takes all columns, which reads least; with fewer there must be a program for every multiprocessor.
-MANY = {"BLOCK_M": 128, "BLOCK_N": 64, "COLUMNS": 512, "num_warps": 8, "num_stages": 3}
-FEW = {"BLOCK_M": 64, "BLOCK_N": 64, "COLUMNS": 128, "num_warps": 4, "num_stages": 2}
+MANY = {"BLOCK_M": 64, "BLOCK_N": 64, "COLUMNS": 512, "num_warps": 4, "num_stages": 2}
+FEW = {"BLOCK_M": 64, "BLOCK_N": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1}
 FEWEST = {"BLOCK_M": 16, "BLOCK_N": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1}
 MANY_ROWS, FEW_ROWS = 4096, 512
 WIDE = {"BLOCK_M": 128, "BLOCK_D": 64, "num_warps": 8, "num_stages": 3}
@@ -74,6 +74,7 @@ def _enter(
         product = tl.dot(x_tile, tl.trans(w_tile), input_precision="ieee")
         inside = there[:, None] & wanted[None, :]
         tl.store(y + row[:, None] * OUT + column[None, :], product.to(y.dtype.element_ty), mask=inside)
+    let_next_begin(OVERLAP)
 
 
 @triton.jit
@@ -114,6 +115,7 @@ def _norm_and_ask(
     if NORMED:
         hidden = (hidden - mean[:, None] * sums[None, :]) * deviation[:, None]
     tl.store(logit + row, _says(hidden, b1, w2, b2, HIDDEN, BLOCK_H), mask=there)
+    let_next_begin(OVERLAP)
     for start in range(0, D, BLOCK_D):
         feature = start + tl.arange(0, BLOCK_D)
         known = feature < D

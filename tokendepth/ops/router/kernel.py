@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokendepth.ops.overlap import after_previous, overlapped
+from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overlapped
 
 # Why these, for the case that matters: 8192 tokens, d = 256, hidden = 64, bfloat16 products, 132 multiprocessors.
 # 64 rows a program make 128 programs, one wave, and 64 is what Hopper's matrix instruction takes. All of d in one piece
@@ -56,6 +56,7 @@ def _forward(
         acc = tl.dot(h_tile, tl.trans(w_tile), acc, input_precision="ieee")
     acc += bias[None, :]
     hidden = tl.where(acc < 0, 0.0, acc)  # not a maximum, which would hide a NaN
+    let_next_begin(OVERLAP)
     tl.store(out + first + row, tl.sum(hidden * weight[None, :], 1) + tl.load(b2), mask=row < rows - first)
 
 

@@ -18,6 +18,12 @@ def after_previous(OVERLAP: tl.constexpr):
     """To be called by every program before it reads or writes what another kernel writes or reads."""
     if OVERLAP:
         gdc_wait()
+
+
+@triton.jit
+def let_next_begin(OVERLAP: tl.constexpr):
+    """To be called when a program is nearly done, else the next kernel's programs crowd where there is room by now."""
+    if OVERLAP:
         gdc_launch_dependents()
 
 
