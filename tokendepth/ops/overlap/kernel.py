@@ -12,23 +12,30 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+NOT_AT_ALL, FROM_THE_START, WHEN_NEARLY_DONE = 0, 1, 2
+FEW_TOKENS = 4096
+"""With fewer, multiprocessors have room for the next kernel's programs, which would crowd on some if let in early."""
+
 
 @triton.jit
 def after_previous(OVERLAP: tl.constexpr):
     """To be called by every program before it reads or writes what another kernel writes or reads."""
-    if OVERLAP:
+    if OVERLAP != 0:
         gdc_wait()
+    if OVERLAP == 1:
+        gdc_launch_dependents()
 
 
 @triton.jit
 def let_next_begin(OVERLAP: tl.constexpr):
-    """To be called when a program is nearly done, else the next kernel's programs crowd where there is room by now."""
-    if OVERLAP:
+    """To be called when a program is nearly done."""
+    if OVERLAP == 2:
         gdc_launch_dependents()
 
 
-def overlapped(x: Tensor) -> dict[str, bool]:
-    """What a launch on x's device is given: the flag for `after_previous`, and the option that makes it work."""
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0):
-        return {"OVERLAP": True, "launch_pdl": True}
-    return {"OVERLAP": False}
+def overlapped(x: Tensor) -> dict[str, int | bool]:
+    """What a launch for states x `[..., d]` is given: when to let the next begin, and the option that makes it work."""
+    if not x.is_cuda or torch.cuda.get_device_capability(x.device) < (9, 0):
+        return {"OVERLAP": NOT_AT_ALL}
+    few = x.numel() // x.shape[-1] <= FEW_TOKENS
+    return {"OVERLAP": WHEN_NEARLY_DONE if few else FROM_THE_START, "launch_pdl": True}
