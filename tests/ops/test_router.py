@@ -23,7 +23,7 @@ from tokendepth.ops.router.reference import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("logits", "h", "w1", "b1", "w2", "b2")
-ROUNDING = 2.0**-24  # of a float32: what twice an error of nothing still allows
+ROUNDING = 2.0**-24  # of a float32
 
 # Shape of h and hidden. One row and some, several row blocks for a program, several pieces of d; no powers of two.
 SIZES = {
@@ -174,11 +174,13 @@ def test_kernel(measured):
     """One test, so that one worker runs the script once. It prints `[kernel's error, PyTorch's]` by case and output."""
     assert len(measured) == (2 * len(SIZES | ON_A_GPU) if torch.cuda.is_available() else len(SIZES))
     assert all(set(errors) == set(NAMES) for errors in measured.values())
+    terms = {case: (SIZES | ON_A_GPU)[case.rpartition(", ")[0]][0][-1] for case in measured}
     too_large = {
         f"{case}: {name}": (kernels, pytorchs)
         for case, errors in measured.items()
         for name, (kernels, pytorchs) in errors.items()
-        if not kernels <= 2 * pytorchs + ROUNDING
+        # A sum of so many terms, each rounded at random: the library's may have erred by nothing.
+        if not kernels <= 2 * pytorchs + terms[case] ** 0.5 * ROUNDING
     }
     assert too_large == {}
 

@@ -11,6 +11,9 @@ from tokendepth.ops.backend import serves
 
 __all__ = ["BlockWeights", "active_block"]
 
+TILE = 64
+"""Widths that are no multiples of it are the library's: they gain nothing by kernels."""
+
 
 class BlockWeights(NamedTuple):
     """Of one block, each `[out, in]`; the projection of keys and values is not among them."""
@@ -45,7 +48,8 @@ def active_block(
     graph.
     """
     if backend == "auto":
-        backend = "kernel" if serves(h) else "eager"
+        whole_tiles = h.shape[-1] % TILE == weights.up.shape[0] % TILE == 0
+        backend = "kernel" if whole_tiles and serves(h) else "eager"
     if backend == "kernel":
         from tokendepth.ops.active_block.kernel import kernel as run
     elif backend == "eager":

@@ -11,6 +11,9 @@ from tokendepth.ops.backend import serves
 
 __all__ = ["Entered", "RouterWeights", "enter_block"]
 
+LARGEST_D = 256
+"""Up to this d, a power of two, a row fits in one tile and the kernel saves passes over it."""
+
 
 class RouterWeights(NamedTuple):
     """As `halting_logits` takes them; `normed`: it reads the state at mean 0 and variance 1, else the state itself."""
@@ -44,7 +47,8 @@ def enter_block(
     `auto` is the kernel for low precision on a GPU where no gradient is wanted, and `eager` otherwise.
     """
     if backend == "auto":
-        backend = "kernel" if serves(h) else "eager"
+        d = h.shape[-1]
+        backend = "kernel" if 16 <= d <= LARGEST_D and d & (d - 1) == 0 and serves(h) else "eager"
     if backend == "kernel":
         from tokendepth.ops.enter_block.kernel import kernel as run
     elif backend == "eager":

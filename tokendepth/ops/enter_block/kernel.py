@@ -1,39 +1,22 @@
-"""One kernel where a row of d fits in one tile, else one for norm and router, and the library's product."""
+"""One kernel: a program normalises its rows for itself, which costs less than reading them back would."""
 
 # A launch takes numbers for constexpr and options that are no parameters: more than a type checker can know.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tokendepth.ops.backend import check_kernel
-from tokendepth.ops.enter_block.eager import eager
 from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overlapped
 
-LARGEST_TILE = 256
-"""Up to this d, a power of two, a row fits in one tile."""
 # Programs share the bandwidth of the second-level cache, from which each reads its rows and its columns of w. With many
 # rows a program takes all columns, which reads least; with fewer there must be a program for every multiprocessor.
 MANY = {"BLOCK_M": 64, "BLOCK_N": 64, "COLUMNS": 512, "num_warps": 4, "num_stages": 2}
 FEW = {"BLOCK_M": 64, "BLOCK_N": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1}
 FEWEST = {"BLOCK_M": 16, "BLOCK_N": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1}
 MANY_ROWS, FEW_ROWS = 4096, 512
-WIDE = {"BLOCK_M": 128, "BLOCK_D": 64, "num_warps": 8, "num_stages": 3}
-
-
-@triton.jit
-def _says(hidden, b1, w2, b2, HIDDEN: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The rest of a router, from its first product on."""
-    unit = tl.arange(0, BLOCK_H)
-    hidden += tl.load(b1 + unit, mask=unit < HIDDEN, other=0.0).to(tl.float32)[None, :]
-    hidden = tl.where(hidden < 0, 0.0, hidden)  # not a maximum, which would hide a NaN
-    weight = tl.load(w2 + unit, mask=unit < HIDDEN, other=0.0).to(tl.float32)
-    return tl.sum(hidden * weight[None, :], 1) + tl.load(b2).to(tl.float32)
 
 
 @triton.jit
@@ -61,7 +44,11 @@ def _enter(
             w1_tile = tl.load(w1 + unit[:, None] * D + feature[None, :], mask=(unit < HIDDEN)[:, None], other=0.0)
             source = value.to(tile.dtype) if NORMED else tile
             hidden = tl.dot(source, tl.trans(w1_tile), input_precision="ieee")
-            tl.store(logit + row, _says(hidden, b1, w2, b2, HIDDEN, BLOCK_H), mask=there)
+            hidden += tl.load(b1 + unit, mask=unit < HIDDEN, other=0.0).to(tl.float32)[None, :]
+            hidden = tl.where(hidden < 0, 0.0, hidden)  # not a maximum, which would hide a NaN
+            weight = tl.load(w2 + unit, mask=unit < HIDDEN, other=0.0).to(tl.float32)
+            said = tl.sum(hidden * weight[None, :], 1) + tl.load(b2).to(tl.float32)
+            tl.store(logit + row, said, mask=there)
     value *= tl.load(norm + feature).to(tl.float32)[None, :]
     value += tl.load(norm_bias + feature).to(tl.float32)[None, :]
     x_tile = value.to(x.dtype.element_ty)
@@ -77,61 +64,6 @@ def _enter(
     let_next_begin(OVERLAP)
 
 
-@triton.jit
-def _norm_and_ask(
-    h, norm, norm_bias, w1, b1, w2, b2, x, logit, rows,
-    D: tl.constexpr, NORMED: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Program i: the i-th block of rows, their norm and what the router says; d in pieces, each read twice.
-
-    Reading once gives mean and variance, and the router's product with the states as they are. A router of the
-    normalised state gets its product by the same sums, since (h - mean) w = h w - mean (sum of w).
-    """
-    after_previous(OVERLAP)
-    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    there = row < rows
-    unit = tl.arange(0, BLOCK_H)
-    # Relative to a row's first number: squares of large numbers would leave no digits for a small variance.
-    first = tl.load(h + row * D, mask=there, other=0.0).to(tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    squares = tl.zeros([BLOCK_M], tl.float32)
-    hidden = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-    sums = tl.zeros([BLOCK_H], tl.float32)
-    for start in range(0, D, BLOCK_D):
-        feature = start + tl.arange(0, BLOCK_D)
-        known = (feature < D)[None, :]
-        tile = tl.load(h + row[:, None] * D + feature[None, :], mask=there[:, None] & known, other=0.0)
-        w1_tile = tl.load(w1 + unit[:, None] * D + feature[None, :], mask=(unit < HIDDEN)[:, None] & known, other=0.0)
-        hidden = tl.dot(tile, tl.trans(w1_tile), hidden, input_precision="ieee")
-        if NORMED:
-            sums += tl.sum(w1_tile.to(tl.float32), 1)
-        offset = tl.where(known, tile.to(tl.float32) - first[:, None], 0.0)
-        total += tl.sum(offset, 1)
-        squares += tl.sum(offset * offset, 1)
-    mean = total / D
-    deviation = tl.rsqrt(tl.maximum(squares / D - mean * mean, 0.0) + 1e-5)
-    mean += first
-    if NORMED:
-        hidden = (hidden - mean[:, None] * sums[None, :]) * deviation[:, None]
-    tl.store(logit + row, _says(hidden, b1, w2, b2, HIDDEN, BLOCK_H), mask=there)
-    let_next_begin(OVERLAP)
-    for start in range(0, D, BLOCK_D):
-        feature = start + tl.arange(0, BLOCK_D)
-        known = feature < D
-        inside = there[:, None] & known[None, :]
-        at = row[:, None] * D + feature[None, :]
-        value = (tl.load(h + at, mask=inside, other=0.0).to(tl.float32) - mean[:, None]) * deviation[:, None]
-        value *= tl.load(norm + feature, mask=known, other=0.0).to(tl.float32)[None, :]
-        value += tl.load(norm_bias + feature, mask=known, other=0.0).to(tl.float32)[None, :]
-        tl.store(x + at, value.to(x.dtype.element_ty), mask=inside)
-
-
-def _router_launch(router: list[Tensor], normed: bool) -> dict[str, Any]:
-    hidden = len(router[0])
-    return {"NORMED": normed, "HIDDEN": hidden, "BLOCK_H": max(16, triton.next_power_of_2(hidden))}
-
-
 @torch.library.custom_op("tokendepth::enter_block", mutates_args=())
 def _enter_op(
     h: Tensor, norm: Tensor, norm_bias: Tensor, w_kv: Tensor, router: list[Tensor], normed: bool
@@ -142,12 +74,13 @@ def _enter_op(
     rows = h.numel() // d
     if rows:
         launch = MANY if rows > MANY_ROWS else FEW if rows > FEW_ROWS else FEWEST
-        asked = _router_launch(router, normed) if router else {"NORMED": False, "HIDDEN": 0, "BLOCK_H": 16}
         grid = (triton.cdiv(rows, launch["BLOCK_M"]), triton.cdiv(out, launch["COLUMNS"]))
+        hidden = len(router[0]) if router else 0
         with torch.cuda.device_of(h):
             _enter[grid](
                 h, norm, norm_bias, w_kv, *(router or [h] * 4), x, y, logit, rows, D=d, OUT=out, ROUTER=bool(router),
-                **asked, **overlapped(h), **launch,
+                NORMED=normed, HIDDEN=hidden, BLOCK_H=max(16, triton.next_power_of_2(hidden)), **overlapped(h),
+                **launch,
             )  # fmt: skip
     return x, y, logit
 
@@ -162,36 +95,8 @@ def _(h, norm, norm_bias, w_kv, router, normed):
     return _empty(h, len(w_kv), bool(router))
 
 
-@torch.library.custom_op("tokendepth::norm_and_ask", mutates_args=())
-def _norm_and_ask_op(
-    h: Tensor, norm: Tensor, norm_bias: Tensor, router: list[Tensor], normed: bool
-) -> tuple[Tensor, Tensor]:
-    h, router = h.contiguous(), [w.contiguous() for w in router]
-    x, _, logit = _empty(h, 0, True)
-    rows, d = logit.numel(), h.shape[-1]
-    if rows:
-        with torch.cuda.device_of(h):
-            _norm_and_ask[(triton.cdiv(rows, WIDE["BLOCK_M"]),)](
-                h, norm, norm_bias, *router, x, logit, rows, D=d, **_router_launch(router, normed), **overlapped(h),
-                **WIDE,
-            )  # fmt: skip
-    return x, logit
-
-
-@_norm_and_ask_op.register_fake
-def _(h, norm, norm_bias, router, normed):
-    x, _, logit = _empty(h, 0, True)
-    return x, logit
-
-
 def kernel(h: Tensor, norm: Tensor, norm_bias: Tensor, w_kv: Tensor, router=None) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference`; no gradient."""
+    """As `reference`, for d a power of two from 16 to 256; no gradient."""
     check_kernel(h)
-    d = h.shape[-1]
     weights, normed = ([], False) if router is None else (list(router[:4]), router.normed)
-    if 16 <= d <= LARGEST_TILE and d & (d - 1) == 0:
-        return _enter_op(h, norm, norm_bias, w_kv, weights, normed)
-    if router is None:
-        return eager(h, norm, norm_bias, w_kv)
-    x, logit = _norm_and_ask_op(h, norm, norm_bias, weights, normed)
-    return x, F.linear(x, w_kv), logit
+    return _enter_op(h, norm, norm_bias, w_kv, weights, normed)
