@@ -5,7 +5,7 @@ output head tied to the token embedding. Residual projections start at N(0, 0.02
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig
 from tokendepth.errors import UserError
 from tokendepth.ops.active_block import BlockWeights, active_block
+from tokendepth.ops.choose import Listed
 from tokendepth.ops.compact import compact, put, take
 from tokendepth.ops.enter_block import Entered, RouterWeights, enter_block
 from tokendepth.ops.gated_add import gated_add
@@ -46,6 +47,15 @@ class Pass:
     """Which of the cache's layers an application of a shared block is; none for a block of its own."""
     calibrate: float | None = None
     """Set the thresholds so that this share of the tokens of this very batch is active."""
+
+    def thresholds(self, own: Sequence[Tensor | float]) -> Sequence[Tensor | float]:
+        """What scores must exceed: each router's own; given decisions are thresholds beyond any score.
+
+        So that a router is asked even where its answer is known: compiled, it would be left out.
+        """
+        if self.decisions is None:
+            return own
+        return torch.where(self.decisions, -math.inf, math.inf).unbind()
 
     def keys(self, time: int) -> int:
         """How many keys a row of attention is as wide as."""
@@ -205,17 +215,24 @@ class Block(nn.Module):
         return enter_block(h, norm.weight, norm.bias, w_kv, router)
 
     def forward_active(
-        self, h: Tensor, run: Pass, active: Tensor, weight: Tensor | None = None, entered: Entered | None = None
+        self,
+        h: Tensor,
+        run: Pass,
+        active: Tensor,
+        *,
+        halt: Tensor | None = None,
+        entered: Entered | None = None,
+        listed: Listed | None = None,
     ) -> Tensor:
         """The block for the tokens of `active` `[batch, time]`; the others pass unchanged, costing K and V.
 
-        `weight` `[batch, time]` scales the active tokens' updates; none is the plain block. `entered` is what `enter`
-        made of h, where that was needed to decide. Without a gradient h may be changed in place: it is the caller's to
-        give away.
+        `halt` `[batch, time]` scales the active tokens' updates by `sigmoid(-halt)`; none is the plain block. `entered`
+        is what `enter` made of h, where that was needed to decide, and `listed` what `choose` made of the decision.
+        Without a gradient h may be changed in place: it is the caller's to give away.
         """
         entered = entered or self.enter(h)
         k, v, key_valid = self.attention.remember(entered.both, run)
-        return active_block(h, entered.x, k, v, active, self._active_weights(), weight, key_valid)
+        return active_block(h, entered.x, k, v, active, self._active_weights(), halt, key_valid, listed)
 
     def _active_weights(self) -> BlockWeights:
         norm, ffn, attention = self.norm_ffn, self.ffn, self.attention

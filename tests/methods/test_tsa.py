@@ -375,7 +375,8 @@ def test_a_skipped_token_keeps_its_key_and_value(execution, skip):
 
     @torch.no_grad()
     def after(hidden: Tensor) -> Tensor:
-        return model.method._decided(block, hidden, Pass(execution), active)
+        threshold = torch.where(active, -math.inf, math.inf)
+        return model.method._decided(block, hidden, Pass(execution), threshold)[0]
 
     assert torch.equal(after(h)[0, at], h[0, at])
     assert torch.equal(after(changed)[0, at], changed[0, at])
@@ -404,3 +405,14 @@ def test_what_a_site_costs_by_hand():
         assert (site.always, site.active, site.router) == (key_value, attention + network, router)
     for site in ffn[1:]:
         assert (site.always, site.active, site.router) == (key_value + attention, network, router)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("execution", ["hard", "sparse"])
+def test_a_router_is_asked_where_decisions_are_given_too(execution):
+    """Else a compiled pass would leave it out, and what is timed would not be what is served."""
+    model = tsa()
+    model.method.routers()[0].logit.bias.fill_(math.nan)
+    ids, everyone = torch.zeros(1, TIME, dtype=torch.long), torch.ones(LAYERS - 1, 1, TIME, dtype=torch.bool)
+    work = model(ids, execution=execution, decisions=everyone).trace.work
+    assert work.mean((1, 2)).tolist() == [1.0, 0.0, 1.0], "what is not a number is above no threshold"

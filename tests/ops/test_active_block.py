@@ -28,7 +28,7 @@ MEASURED = {**SIZES, **(ON_A_GPU if torch.cuda.is_available() else {})}
 SHARES = {"none": 0.0, "some": 0.4, "all": 1.0}
 
 
-def operands(size: tuple[int, ...], share: float, *, keep: bool, valid: bool, seed: int = 0) -> list:
+def operands(size: tuple[int, ...], share: float, *, halting: bool, valid: bool, seed: int = 0) -> list:
     batch, time, d, heads, ff, keys = size
     dice = torch.Generator().manual_seed(seed)
 
@@ -40,9 +40,9 @@ def operands(size: tuple[int, ...], share: float, *, keep: bool, valid: bool, se
     both = random(batch, keys, 2, heads, d // heads)
     k, v = (both[:, :, part].transpose(1, 2) for part in (0, 1))
     active = torch.rand(batch, time, generator=dice) < share
-    kept = torch.rand(batch, time, generator=dice) if keep else None
+    halt = random(batch, time) if halting else None
     key_valid = torch.rand(batch, keys, generator=dice) < 0.7 if valid else None
-    return [random(batch, time, d), random(batch, time, d), k, v, active, weights, kept, key_valid]
+    return [random(batch, time, d), random(batch, time, d), k, v, active, weights, halt, key_valid]
 
 
 def cast(arguments: list, dtype: torch.dtype, device: str = "cpu") -> list:
@@ -60,11 +60,11 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("share", SHARES.values(), ids=SHARES)
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("halting", [False, True])
 @pytest.mark.parametrize("valid", [False, True])
 @pytest.mark.parametrize("name", SIZES)
-def test_eager_equals_reference(name, share, keep, valid):
-    arguments = cast(operands(SIZES[name], share, keep=keep, valid=valid), torch.float64)
+def test_eager_equals_reference(name, share, halting, valid):
+    arguments = cast(operands(SIZES[name], share, halting=halting, valid=valid), torch.float64)
     expected = active_block(*arguments, backend="reference")
     found = active_block(*arguments, backend="eager")
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -77,7 +77,7 @@ def test_eager_equals_reference(name, share, keep, valid):
 
 
 def test_on_a_cpu_auto_is_eager_and_an_unknown_backend_is_refused():
-    arguments = operands(SIZES["one tile"], 0.4, keep=True, valid=False)
+    arguments = operands(SIZES["one tile"], 0.4, halting=True, valid=False)
     assert torch.equal(active_block(*arguments), active_block(*arguments, backend="eager"))
     with pytest.raises(ValueError, match="unknown backend 'fast'"):
         active_block(*arguments, backend="fast")
@@ -99,8 +99,8 @@ def _measure() -> None:
     found: dict[str, list] = {}
     for name, size in MEASURED.items():
         for share, number in SHARES.items():
-            for keep, valid in ((False, False), (True, True)):
-                given = operands(size, number, keep=keep, valid=valid)
+            for halting, valid in ((False, False), (True, True)):
+                given = operands(size, number, halting=halting, valid=valid)
                 exact = active_block(*cast(given, torch.float64), backend="reference")
                 for dtype in (torch.bfloat16,) if on_gpu else (torch.float32,):
                     arguments = cast(given, dtype, device)
@@ -108,7 +108,7 @@ def _measure() -> None:
                         h, *rest = arguments
                         kernel, library = (active_block(h.clone(), *rest, backend=b) for b in ("kernel", "eager"))
                     active = arguments[4]
-                    case = {"keep": keep, "valid": valid, "dtype": str(dtype), "kernel": error(kernel, exact)}
+                    case = {"halting": halting, "valid": valid, "dtype": str(dtype), "kernel": error(kernel, exact)}
                     case["library"] = error(library, exact)
                     case["untouched"] = bool(torch.equal(kernel[~active], h[~active]))
                     found.setdefault(f"{name}, {share}", []).append(case)

@@ -23,6 +23,7 @@ from tokendepth.config import BudgetConfig, ModelConfig
 from tokendepth.methods.base import Method
 from tokendepth.methods.tsa import Router
 from tokendepth.model import Block, Pass, Spent, block_site
+from tokendepth.ops.choose import choose
 from tokendepth.ops.compact import take
 from tokendepth.ops.enter_block import Entered
 from tokendepth.trace import DepthTrace, Site
@@ -44,15 +45,15 @@ class BudgetBlock(Block):
     def enter_and_ask(self, hidden: Tensor) -> Entered:
         return self.enter(hidden, self.router and self.router.weights(normed=True))
 
-    def scores(self, hidden: Tensor, dice: Callable[[], Tensor], entered: Entered | None = None) -> Tensor:
-        """`[batch, time]`, the higher the sooner active."""
+    def halt(self, hidden: Tensor, dice: Callable[[], Tensor], entered: Entered | None = None) -> Tensor:
+        """`[batch, time]`, the lower the sooner active."""
         if self.router is None:
-            return dice()
-        return -(self.router(F.layer_norm(hidden, hidden.shape[-1:])) if entered is None else entered.logit)
+            return -dice()
+        return self.router(F.layer_norm(hidden, hidden.shape[-1:])) if entered is None else entered.logit
 
-    def weight(self, scores: Tensor) -> Tensor:
+    def weight(self, halt: Tensor) -> Tensor:
         """What an active token keeps of its updates: the router's only way to learn what its decisions are worth."""
-        return torch.ones_like(scores) if self.router is None else torch.sigmoid(scores)
+        return torch.ones_like(halt) if self.router is None else torch.sigmoid(-halt)
 
 
 class Budget(Method):
@@ -74,18 +75,20 @@ class Budget(Method):
         sites, entering = self.sites(run.keys(hidden.shape[1])), hidden
         hidden = self.blocks[0](hidden, run)
         work = [torch.ones(hidden.shape[:2], device=hidden.device)]
-        for decision, block in enumerate(self._routed()):
+        routed = self._routed()
+        for number, (block, given) in enumerate(
+            zip(routed, run.thresholds([b.threshold for b in routed]), strict=True)
+        ):
             entered = block.enter_and_ask(hidden) if run.execution == "sparse" else None
-            scores = block.scores(hidden, partial(_dice, entering, decision), entered)
+            halt = block.halt(hidden, partial(_dice, entering, number), entered)
             if run.calibrate is not None:
-                block.threshold.copy_(_quantile(scores, 1 - run.calibrate))
-            active = scores > block.threshold if run.decisions is None else run.decisions[decision]
-            active = active if run.valid is None else active & run.valid
-            weight = block.weight(scores)
-            if run.execution == "sparse":
-                hidden = block.forward_active(hidden, run, active, weight, entered)
+                block.threshold.copy_(_quantile(-halt, 1 - run.calibrate))
+            active, listed = choose(halt, given, run.valid, states=hidden)
+            if entered is not None:
+                logit = halt if block.router else None
+                hidden = block.forward_active(hidden, run, active, halt=logit, entered=entered, listed=listed)
             else:
-                hidden = block(hidden, run, gate=weight * active)
+                hidden = block(hidden, run, gate=block.weight(halt) * active)
             work.append(active.float())
         return Spent(hidden, DepthTrace(torch.stack(work), sites, run.execution), {})
 
@@ -99,17 +102,17 @@ class Budget(Method):
         hidden = self.blocks[0](hidden, run)
         work = [torch.ones(batch, hidden.shape[1], device=hidden.device)]
         for block in self._routed():
-            scores = block.scores(hidden, partial(torch.rand, hidden.shape[:2], device=hidden.device))
-            own, weight = scores[:batch].detach(), block.weight(scores)
+            halt = block.halt(hidden, partial(torch.rand, hidden.shape[:2], device=hidden.device))
+            own, weight = -halt[:batch].detach(), block.weight(halt)
             if budgets is None:
                 rows = self._at_budget(own)
                 active = torch.zeros_like(own.flatten()).index_fill(0, rows, 1.0).view_as(own)
-                full = torch.arange(own.numel(), scores.numel(), device=rows.device)
+                full = torch.arange(own.numel(), halt.numel(), device=rows.device)
                 rows = torch.cat([rows, full])
                 hidden = block.forward_rows(hidden, run, rows, take(weight, rows))
             else:
                 active = (own > _quantile(own, 1 - budgets)).float()
-                hidden = block(hidden, run, gate=torch.cat([active, torch.ones_like(scores[batch:])]) * weight)
+                hidden = block(hidden, run, gate=torch.cat([active, torch.ones_like(halt[batch:])]) * weight)
             work.append(active)
         trace = DepthTrace(torch.stack(work), sites, run.execution)
         if not self.distill:

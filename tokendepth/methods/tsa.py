@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from tokendepth.config import ModelConfig, TSAConfig
 from tokendepth.methods.base import Method
 from tokendepth.model import Block, Pass, Spent, block_site
-from tokendepth.ops.enter_block import Entered, RouterWeights
+from tokendepth.ops.choose import choose
+from tokendepth.ops.enter_block import RouterWeights
 from tokendepth.ops.router import halting_logits
 from tokendepth.trace import DepthTrace, Site
 
@@ -63,40 +64,32 @@ class TSA(Method):
         sites = self.sites(run.keys(hidden.shape[1]))
         hidden = self.blocks[0](hidden, run)
         keeps = [torch.ones(hidden.shape[:2], device=hidden.device)]
-        for decision, block in enumerate(self._gated()):
-            entered = block.enter(hidden, block.router.weights()) if self._skips(run) else None
-            halt_logit = block.router(hidden) if entered is None else entered.logit
+        for threshold, block in zip(
+            run.thresholds([-self.threshold_logit] * len(self.routers())), self._gated(), strict=True
+        ):
             if run.execution == "soft":
-                keep = torch.sigmoid(-halt_logit)
+                keep = torch.sigmoid(-block.router(hidden))
                 hidden = block(hidden, run, gate=keep)
             else:
-                active = halt_logit <= self._threshold(run, decision)
-                active = active if run.valid is None else active & run.valid
-                hidden = self._decided(block, hidden, run, active, entered)
+                hidden, active = self._decided(block, hidden, run, threshold)
                 keep = active.float()
             keeps.append(keep)
         work = torch.stack(keeps)
         losses = {"depth": self.depth_penalty * _mean(work[1:], run.valid)} if len(keeps) > 1 else {}
         return Spent(hidden, DepthTrace(work.detach(), sites, run.execution), losses)
 
-    def _threshold(self, run: Pass, decision: int) -> Tensor | float:
-        """Given decisions are thresholds that no logit reaches: compiled, a pass would leave out an unused router."""
-        if run.decisions is None:
-            return self.threshold_logit
-        return torch.where(run.decisions[decision], math.inf, -math.inf)
-
-    def _skips(self, run: Pass) -> bool:
-        """Whether all but keys and values of a halted token is skipped."""
-        return run.execution == "sparse" and self.skip == "block"
-
     def _decided(
-        self, block: Block, hidden: Tensor, run: Pass, active: Tensor, entered: Entered | None = None
-    ) -> Tensor:
-        if self._skips(run):
-            return block.forward_active(hidden, run, active, entered=entered)
+        self, block: GatedBlock, hidden: Tensor, run: Pass, threshold: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
+        """What a block makes of the tokens that do not halt, and who they are."""
+        if run.execution == "sparse" and self.skip == "block":
+            entered = block.enter(hidden, block.router.weights())
+            active, listed = choose(entered.logit, threshold, run.valid, inclusive=True, states=hidden)
+            return block.forward_active(hidden, run, active, entered=entered, listed=listed), active
+        active, _ = choose(block.router(hidden), threshold, run.valid, inclusive=True)
         if run.execution == "sparse":
-            return block.forward_active_ffn(hidden, run, active)
-        return block(hidden, run, gate=active)
+            return block.forward_active_ffn(hidden, run, active), active
+        return block(hidden, run, gate=active), active
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         sites = [block_site(self.model, "block 0", keys, routed=False)]

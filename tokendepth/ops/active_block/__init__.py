@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tokendepth.ops.backend import serves
+from tokendepth.ops.choose import Listed
 
 __all__ = ["BlockWeights", "active_block"]
 
@@ -35,17 +36,18 @@ def active_block(
     v: Tensor,
     active: Tensor,
     weights: BlockWeights,
-    keep: Tensor | None = None,
+    halt: Tensor | None = None,
     key_valid: Tensor | None = None,
+    listed: Listed | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """h, x: `[batch, time, d]`, the state and what the first norm made of it. k, v: `[batch, head, keys, width]`.
 
-    active: `[batch, time]` bool; its columns are the last `time` of the keys. keep: `[batch, time]`, what an active
-    token keeps of its updates, all unless given. key_valid: `[batch, keys]`, False where a key must not be seen (a
-    token always sees its own). Returns h with the active rows replaced, without a gradient in h itself: it is the
-    caller's to give away. The kernel asks nothing of the host: counts stay on the device, so it can be captured in a
-    graph.
+    active: `[batch, time]` bool; its columns are the last `time` of the keys. listed: what `choose` found out about it.
+    halt: `[batch, time]`; an active token keeps `sigmoid(-halt)` of its updates, all of them where it is not given.
+    key_valid: `[batch, keys]`, False where a key must not be seen (a token always sees its own). Returns h with the
+    active rows replaced, without a gradient in h itself: it is the caller's to give away. The kernel asks nothing of
+    the host: counts stay on the device, so it can be captured in a graph.
     """
     if backend == "auto":
         whole_tiles = h.shape[-1] % TILE == weights.up.shape[0] % TILE == 0
@@ -58,4 +60,4 @@ def active_block(
         from tokendepth.ops.active_block.reference import reference as run
     else:
         raise ValueError(f"unknown backend {backend!r}: not one of auto, reference, eager, kernel")
-    return run(h, x, k, v, active, weights, keep, key_valid)
+    return run(h, x, k, v, active, weights, halt, key_valid, listed)

@@ -9,10 +9,10 @@ from tokendepth.ops.gated_add import gated_add
 from tokendepth.ops.sparse_attention import sparse_attention
 
 
-def eager(h, x, k, v, active, weights, keep=None, key_valid=None) -> Tensor:
+def eager(h, x, k, v, active, weights, halt=None, key_valid=None, listed=None) -> Tensor:
     """As `reference`, library products over the active rows alone; without a gradient in place."""
     rows = compact(active)
-    add = Tensor.add if keep is None else partial(gated_add, gate=take(keep, rows))
+    add = Tensor.add if halt is None else partial(gated_add, gate=torch.sigmoid(-take(halt, rows)))
     q = F.linear(take(x, rows), weights.query).unflatten(-1, (k.shape[1], -1))
     attended = sparse_attention(q, k, v, active, key_valid).flatten(1)
     states = add(take(h, rows), F.linear(attended, weights.out))

@@ -1,4 +1,4 @@
-"""Five kernels where a row of d fits in one tile, seven where it does not; each works on as many rows as are active.
+"""Four kernels where a row of d fits in one tile, six where it does not; each works on as many rows as are active.
 
 The number of active rows is known on the device only. A grid is as large as if all were active, and programs beyond the
 count return at once. A row is an active token's place in the list of them, its place that in `batch x time`.
@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokendepth.ops.backend import check_kernel
+from tokendepth.ops.choose.kernel import list_active
 from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overlapped
 
 LARGEST_TILE = 256
@@ -31,38 +32,6 @@ PROJECT_FEW = {"BLOCK_M": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 UP_FEW = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 DOWN_FEW = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
 GROUP = 8  # row blocks that share their tiles of the weights in the second-level cache
-PREFIX = 8192  # flags that are counted at once
-
-
-@triton.jit
-def _count(active, end, PREFIX: tl.constexpr):
-    """How many of the first `end` tokens are active: every program counts for itself, and none waits for another."""
-    offset = tl.arange(0, PREFIX)
-    found = 0
-    for start in range(0, end, PREFIX):
-        found += tl.sum(tl.load(active + start + offset, mask=start + offset < end, other=0).to(tl.int32), 0)
-    return found
-
-
-@triton.jit
-def _compact(
-    active, index, starts, batch, time, PREFIX: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):  # fmt: skip
-    """Program b: the active tokens of sequence b, written to their part of `index`, which begins at `starts[b]`."""
-    after_previous(OVERLAP)
-    b = tl.program_id(0)
-    before = _count(active, b * time, PREFIX)
-    offset = tl.arange(0, BLOCK)
-    tl.store(starts + b, before)
-    for start in range(0, time, BLOCK):
-        place = start + offset
-        flags = tl.load(active + b * time + place, mask=place < time, other=0).to(tl.int32)
-        at = before + tl.cumsum(flags, 0) - flags
-        tl.store(index + at, b * time + place, mask=(place < time) & (flags != 0))
-        before += tl.sum(flags, 0)
-    let_next_begin(OVERLAP)
-    if b == batch - 1:
-        tl.store(starts + batch, before)
 
 
 @triton.jit
@@ -80,12 +49,12 @@ def _gelu(x):
 
 @triton.jit
 def _linear(
-    x, w, bias, residual, keep, out, index, count,
+    x, w, bias, residual, halt, out, index, count,
     K: tl.constexpr, OUT: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
-    RESIDUAL: tl.constexpr, KEEP: tl.constexpr, SCATTER: tl.constexpr, BULK: tl.constexpr, GROUP: tl.constexpr,
+    RESIDUAL: tl.constexpr, HALT: tl.constexpr, SCATTER: tl.constexpr, BULK: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Row r of the active ones: residual + keep * f(x w^T + bias).
+    """Row r of the active ones: residual + sigmoid(-halt) * f(x w^T + bias).
 
     GATHER: x is by place, else by row. RESIDUAL: 1 by row, 2 by place. SCATTER: out is by place, else by row.
     BULK: x and w are descriptors, whose tiles the copy engine brings.
@@ -121,8 +90,8 @@ def _linear(
             acc += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[None, :]
         if GELU:
             acc = _gelu(acc)
-        if KEEP:
-            acc *= tl.load(keep + place, mask=there, other=0.0).to(tl.float32)[:, None]
+        if HALT:
+            acc *= (1.0 / (1.0 + tl.exp(tl.load(halt + place, mask=there, other=0.0))))[:, None]
         inside = there[:, None] & wanted[None, :]
         if RESIDUAL:
             source = place if RESIDUAL == 2 else row
@@ -219,8 +188,8 @@ def _attention(
 
 @triton.jit
 def _project(
-    attended, w_out, h, keep, norm, norm_bias, states, normed, index, count,
-    D: tl.constexpr, KEEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    attended, w_out, h, halt, norm, norm_bias, states, normed, index, count,
+    D: tl.constexpr, HALT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of the output projection, added to their states, and what the second norm makes of the sum."""
     after_previous(OVERLAP)
@@ -238,8 +207,8 @@ def _project(
             a_tile = tl.load(attended + row[:, None] * D + k[None, :], mask=there[:, None], other=0.0)
             w_tile = tl.load(w_out + column[:, None] * D + k[None, :])
             update = tl.dot(a_tile, tl.trans(w_tile), update, input_precision="ieee")
-        if KEEP:
-            update *= tl.load(keep + place, mask=there, other=0.0).to(tl.float32)[:, None]
+        if HALT:
+            update *= (1.0 / (1.0 + tl.exp(tl.load(halt + place, mask=there, other=0.0))))[:, None]
         state = tl.load(h + place[:, None] * D + column[None, :], mask=there[:, None], other=0.0).to(tl.float32)
         state += update
         at = row[:, None] * D + column[None, :]
@@ -278,7 +247,7 @@ def _has_copy_engine(x: Tensor) -> bool:
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)  # without a GPU: the interpreter has
 
 
-def _rows_linear(x, w, out, index, count, config, *, bias=None, residual=None, by_place=False, keep=None, gather=False,
+def _rows_linear(x, w, out, index, count, config, *, bias=None, residual=None, by_place=False, halt=None, gather=False,
                  gelu=False, scatter=False) -> None:  # fmt: skip
     features, k = w.shape
     launch = {**config, "BLOCK_K": min(config["BLOCK_K"], max(16, triton.next_power_of_2(k)))}
@@ -293,19 +262,19 @@ def _rows_linear(x, w, out, index, count, config, *, bias=None, residual=None, b
             TensorDescriptor.from_tensor(x, [launch["BLOCK_M"], launch["BLOCK_K"]]),
             TensorDescriptor.from_tensor(w, [launch["BLOCK_N"], launch["BLOCK_K"]]),
         )
-    given = (x if tensor is None else tensor for tensor in (bias, residual, keep))
+    given = (x if tensor is None else tensor for tensor in (bias, residual, halt))
     _linear[grid](
         *operands, *given, out, index, count, K=k, OUT=features, GATHER=gather, BIAS=bias is not None, GELU=gelu,
-        RESIDUAL=0 if residual is None else 2 if by_place else 1, KEEP=keep is not None, SCATTER=scatter, BULK=bulk,
+        RESIDUAL=0 if residual is None else 2 if by_place else 1, HALT=halt is not None, SCATTER=scatter, BULK=bulk,
         GROUP=GROUP, **overlapped(out), **launch,
     )  # fmt: skip
 
 
 @torch.library.custom_op("tokendepth::active_block", mutates_args=("h",))
 def _active_block(
-    h: Tensor, x: Tensor, k: Tensor, v: Tensor, active: Tensor, query: Tensor, w_out: Tensor, norm: Tensor,
-    norm_bias: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, keep: Tensor | None,
-    key_valid: Tensor | None,
+    h: Tensor, x: Tensor, k: Tensor, v: Tensor, index: Tensor, starts: Tensor, query: Tensor, w_out: Tensor,
+    norm: Tensor, norm_bias: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor,
+    halt: Tensor | None, key_valid: Tensor | None,
 ) -> None:  # fmt: skip
     """In place: at the paper's shape a copy of h would take as long as a projection of its rows."""
     batch, time, d = h.shape
@@ -316,25 +285,17 @@ def _active_block(
     x = x.contiguous()
     assert h.is_contiguous()
     assert k.stride(3) == v.stride(3) == 1, "a head's width must be contiguous"
-    index = torch.empty(tokens, dtype=torch.int32, device=h.device)
-    starts = torch.empty(batch + 1, dtype=torch.int32, device=h.device)
     count = starts[batch:]
-    keep = None if keep is None else keep.contiguous()
+    halt = None if halt is None else halt.float().contiguous()
     attended, states, normed = (h.new_empty(tokens, d) for _ in range(3))
     hidden = h.new_empty(tokens, up.shape[0])
     overlap = overlapped(h)
     one_tile = 16 <= d <= LARGEST_TILE and d == triton.next_power_of_2(d)
     with torch.cuda.device_of(h):
-        flags = active.contiguous().view(torch.uint8)
-        prefix = min(PREFIX, triton.next_power_of_2(tokens))
         few = tokens <= MANY_TOKENS
-        block = min(1024, triton.next_power_of_2(time))
-        _compact[(batch,)](
-            flags, index, starts, batch, time, PREFIX=prefix, BLOCK=block, num_warps=8, **overlap
-        )  # fmt: skip
         if not one_tile:
             _rows_linear(x, query, normed, index, count, NARROW, gather=True)
-        valid = flags if key_valid is None else key_valid.contiguous().view(torch.uint8)
+        valid = starts if key_valid is None else key_valid.contiguous().view(torch.uint8)
         _attention[(triton.cdiv(time, ATTENTION["BLOCK_M"]), batch * heads)](
             x if one_tile else normed, query, k, v, valid, attended, index, starts, time, keys,
             1.4426950408889634 * width**-0.5, *k.stride()[:3], *v.stride()[:3], HEADS=heads, WIDTH=width,
@@ -345,22 +306,23 @@ def _active_block(
             project = PROJECT_FEW if few else PROJECT
             project = {**project, "BLOCK_K": min(project["BLOCK_K"], d)}
             _project[(triton.cdiv(tokens, project["BLOCK_M"]),)](
-                attended, w_out, h, h if keep is None else keep, norm, norm_bias, states, normed, index, count,
-                D=d, KEEP=keep is not None, **overlap, **project,
+                attended, w_out, h, h if halt is None else halt, norm, norm_bias, states, normed, index, count,
+                D=d, HALT=halt is not None, **overlap, **project,
             )  # fmt: skip
         else:
-            _rows_linear(attended, w_out, states, index, count, NARROW, residual=h, by_place=True, keep=keep)
+            _rows_linear(attended, w_out, states, index, count, NARROW, residual=h, by_place=True, halt=halt)
             _norm[(triton.cdiv(tokens, NORM["BLOCK_M"]),)](
                 states, norm, norm_bias, normed, count, D=d, BLOCK_D=triton.next_power_of_2(d), **overlap, **NORM
             )
         widen, narrow = (WIDE, NARROW) if not one_tile else (UP_FEW, DOWN_FEW) if few else (UP, DOWN)
         _rows_linear(normed, up, hidden, index, count, widen, bias=up_bias, gelu=True)
-        _rows_linear(hidden, down, h, index, count, narrow, bias=down_bias, residual=states, keep=keep, scatter=True)
+        _rows_linear(hidden, down, h, index, count, narrow, bias=down_bias, residual=states, halt=halt, scatter=True)
 
 
-def kernel(h, x, k, v, active, weights, keep=None, key_valid=None) -> Tensor:
+def kernel(h, x, k, v, active, weights, halt=None, key_valid=None, listed=None) -> Tensor:
     """As `reference`, without asking the host how many tokens are active; in place."""
     check_kernel(h)
     h = h.contiguous()
-    _active_block(h, x, k, v, active, *(w.contiguous() for w in weights), keep, key_valid)
+    index, starts = list_active(active) if listed is None else listed
+    _active_block(h, x, k, v, index, starts, *(w.contiguous() for w in weights), halt, key_valid)
     return h

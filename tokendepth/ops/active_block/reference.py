@@ -3,7 +3,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def reference(h, x, k, v, active, weights, keep=None, key_valid=None) -> Tensor:
+def reference(h, x, k, v, active, weights, halt=None, key_valid=None, listed=None) -> Tensor:
     """Every token is computed, and what is not active is thrown away."""
     batch, heads, keys, width = k.shape
     time = h.shape[1]
@@ -14,7 +14,7 @@ def reference(h, x, k, v, active, weights, keep=None, key_valid=None) -> Tensor:
         seen = seen & (key_valid[:, None, None, :] | (place == own))
     scores = (q @ k.transpose(-1, -2) / width**0.5).masked_fill(~seen, float("-inf"))
     attended = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-    weight = torch.ones_like(h[..., :1]) if keep is None else keep[..., None].to(h.dtype)
+    weight = torch.ones_like(h[..., :1]) if halt is None else torch.sigmoid(-halt)[..., None].to(h.dtype)
     new = h + weight * F.linear(attended, weights.out)
     normed = F.layer_norm(new, new.shape[-1:], weights.norm, weights.norm_bias)
     hidden = F.gelu(F.linear(normed, weights.up, weights.up_bias))
