@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.tiny import tiny
@@ -350,6 +351,24 @@ def test_sparse_equals_hard_on_given_decisions(case, active, padding):
     assert torch.equal(sparse.trace.work, hard.trace.work)
     if decisions is not None:
         assert torch.equal(hard.trace.work[routed_sites(model)], (decisions & real).float())
+
+
+@each_case
+@torch.no_grad()
+def test_given_decisions_leave_no_router_out(case):
+    """A compiler drops what nobody uses; what is timed with decisions given would then not be what is served."""
+    model, ids = lively(case), tokens(2, 13, seed=9)
+
+    def operations(decisions: Tensor | None) -> int:
+        def forward(ids: Tensor) -> tuple[Tensor, Tensor]:
+            output = model(ids, execution="hard", decisions=decisions)
+            return output.logits, output.trace.work
+
+        graph = make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True)(ids).graph
+        graph.eliminate_dead_code()
+        return sum(str(node.target).startswith(("aten.mm", "aten.addmm", "aten._softmax")) for node in graph.nodes)
+
+    assert operations(given_decisions(model, ids, "some")) == operations(None)
 
 
 @each_case

@@ -101,7 +101,8 @@ def _measured(model: LanguageModel, batch: int, time_steps: int) -> dict[str, An
     conditions = {0.0: lambda: model(ids, execution="hard", decisions=decisions[0])}
     for fraction, decided in zip(FRACTIONS, decisions, strict=True):
         conditions[fraction] = lambda decided=decided: model(ids, execution="sparse", decisions=decided)
-    if model.norm.weight.dtype in LOW_PRECISION:  # in full precision skipping asks the host, which no graph can
+    graphs = model.norm.weight.dtype in LOW_PRECISION  # in full precision skipping asks the host, which no graph can
+    if graphs:
         conditions = {name: captured(condition, device) for name, condition in conditions.items()}
-    hard, *sparse = map(statistics.median, interleaved(conditions, REPEATS, device).values())
+    hard, *sparse = map(statistics.median, interleaved(conditions, REPEATS, device, graphs=graphs).values())
     return {"hard_ms": hard, "sparse_ms": sparse}

@@ -49,7 +49,7 @@ class Pass:
     """Set the thresholds so that this share of the tokens of this very batch is active."""
 
     def thresholds(self, own: Sequence[Tensor | float]) -> Sequence[Tensor | float]:
-        """What scores must exceed: each router's own; given decisions are thresholds beyond any score.
+        """What scores must exceed: each router's own; given decisions are thresholds beyond any finite score.
 
         So that a router is asked even where its answer is known: compiled, it would be left out.
         """

@@ -12,7 +12,7 @@ from torch import Tensor
 from tokendepth.config import BudgetConfig, ModelConfig, RunConfig, TrainConfig
 from tokendepth.flops import count_flops
 from tokendepth.methods import build
-from tokendepth.methods.budget import SMALLEST_DRAW, Budget, _quantile
+from tokendepth.methods.budget import SMALLEST_DRAW, Budget, _between, _quantile
 from tokendepth.model import LanguageModel, Pass
 from tokendepth.step import OptimiserStep, Ranks
 
@@ -49,6 +49,14 @@ def tokens(batch: int = 8, seed: int = 0) -> Tensor:
 def test_the_named_share_of_different_scores_is_above_the_quantile(scores, share):
     above = (torch.tensor(scores) > _quantile(torch.tensor(scores), 1 - share)).sum().item()
     assert above == len(scores) - round(torch.tensor(1 - share).mul(len(scores)).item())
+
+
+def test_a_calibrated_threshold_lies_between_two_scores():
+    """Where hard and sparse round differently, a token at the threshold to the bit would be decided about by chance."""
+    scores = torch.tensor([[0.0, 4.0, 1.0, 2.0]])
+    assert [float(_between(scores, level)) for level in (0.0, 0.25, 0.5, 1.0)] == [-0.5, 0.5, 1.5, 4.0]
+    tiny = torch.tensor([1.0, 1.0 + 2.0**-23])
+    assert (tiny > _between(tiny, 0.5)).tolist() == [False, True], "two neighbours among the numbers"
 
 
 def test_each_sequence_has_its_own_quantile_of_all_scores():

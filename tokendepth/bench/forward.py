@@ -207,7 +207,7 @@ def _compared(
         totals["soft", None] = _nothing_skipped(model, ids)
     captures = {name: captured(condition, ids.device) for name, condition in conditions.items()}
     repeats = GPU_REPEATS if ids.is_cuda else REPEATS.get(len(ids), FEWEST_REPEATS)
-    spent = interleaved(captures, repeats, ids.device)
+    spent = interleaved(captures, repeats, ids.device, graphs=True)
     times = {name: quartiles(values) for name, values in spent.items()}
     best = min(baselines, key=lambda name: times[name][0])
     rows = []

@@ -82,8 +82,8 @@ class Budget(Method):
             entered = block.enter_and_ask(hidden) if run.execution == "sparse" else None
             halt = block.halt(hidden, partial(_dice, entering, number), entered)
             if run.calibrate is not None:
-                block.threshold.copy_(_quantile(-halt, 1 - run.calibrate))
-            active, listed = choose(halt, given, run.valid, states=hidden)
+                block.threshold.copy_(_between(-halt, 1 - run.calibrate))
+            active, listed = choose(halt, given, run.valid, states=None if entered is None else hidden)
             if entered is not None:
                 logit = halt if block.router else None
                 hidden = block.forward_active(hidden, run, active, halt=logit, entered=entered, listed=listed)
@@ -170,6 +170,14 @@ def _quantile(scores: Tensor, level: float | Tensor) -> Tensor:
     below = (torch.as_tensor(level, device=scores.device) * len(ordered)).round().long()
     bounded = torch.cat([ordered[:1] - 1, ordered])  # at level 0 every score is above
     return bounded[below.clamp(0, len(ordered))]
+
+
+def _between(scores: Tensor, level: float) -> Tensor:
+    """As `_quantile`, but midway to the next score: no token is so near that another rounding decides about it."""
+    lower = _quantile(scores, level)
+    upper = torch.where(scores > lower, scores, torch.inf).min()
+    middle = torch.where(upper.isinf(), lower, (lower + upper) / 2)
+    return torch.where(middle < upper, middle, lower)  # neighbours among the numbers have no middle
 
 
 def _dice(entering: Tensor, decision: int) -> Tensor:

@@ -79,12 +79,12 @@ class EarlyExit(Method):
         hidden = self.blocks[0](hidden, run)
         logits = self._read(hidden, run) if self.by_confidence else None
         work = [torch.ones(hidden.shape[:2], device=hidden.device)]
-        for number, block in enumerate(self.blocks[1:]):
+        later, exits = self.blocks[1:], self.exit
+        for block, threshold in zip(later, run.thresholds([0.0] * len(later)), strict=True):
             assert isinstance(block, Block)
-            assert self.exit is not None
+            assert exits is not None
             # Who has left carries the same state and answer on, so it is told the same at every later block.
-            stays = self.exit(hidden if logits is None else logits) <= 0
-            active = stays if run.decisions is None else run.decisions[number]
+            active = -exits(hidden if logits is None else logits) >= threshold
             active = active if run.valid is None else active & run.valid
             if run.execution == "sparse":
                 hidden = block.forward_active(hidden, run, active)

@@ -53,7 +53,7 @@ class ITT(Method):
 
     def forward(self, hidden: Tensor, run: Pass) -> Spent:
         sites = self.sites(run.keys(hidden.shape[1]))
-        given = iter(()) if run.decisions is None else iter(run.decisions)
+        thresholds = iter(run.thresholds([0.0] * len(sites)))
         every = torch.ones(hidden.shape[:2], device=hidden.device)
         work, losses = [], []
         for block in self.blocks:
@@ -72,7 +72,7 @@ class ITT(Method):
                     rows = take(hidden, chosen)
                     thought = put_added(hidden, chosen, take(scale, chosen) * block(rows, run) - rows)
                 else:
-                    active = next(given, logit > 0)
+                    active = logit > next(thresholds)
                     active = active if run.valid is None else active & run.valid
                     own = replace(run, layer=block.attention.layer + step)
                     thought = block.forward_among(hidden, own, active)

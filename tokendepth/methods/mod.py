@@ -84,7 +84,7 @@ class MoD(Method):
 
     def forward(self, hidden: Tensor, run: Pass) -> Spent:
         sites = self.sites(run.keys(hidden.shape[1]))
-        given = iter(()) if run.decisions is None else iter(run.decisions)
+        thresholds = iter(run.thresholds([0.0] * len(sites)))
         work, losses = [], []
         for block in self.blocks:
             if not isinstance(block, MoDBlock):
@@ -98,7 +98,7 @@ class MoD(Method):
                 losses.append(F.binary_cross_entropy_with_logits(logit, active))
                 hidden = self._train_block(block, hidden, run, weight, chosen)
             else:
-                active = next(given, logit > 0)
+                active = logit > next(thresholds)
                 active = active if run.valid is None else active & run.valid
                 update = block.forward_among(hidden, run, active) - hidden
                 hidden = gated_add(hidden, update, gate=weight * active)

@@ -11,7 +11,8 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 def serves(h: Tensor) -> bool:
     """Whether a kernel without a gradient is for `h`: in full precision the scalar units are the library's home."""
-    return h.is_cuda and h.dtype in LOW_PRECISION and not torch.is_grad_enabled() and has_triton()
+    nvidia = h.is_cuda and torch.version.hip is None
+    return nvidia and h.dtype in LOW_PRECISION and not torch.is_grad_enabled() and has_triton()
 
 
 def check_kernel(h: Tensor) -> None:

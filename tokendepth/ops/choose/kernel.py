@@ -89,6 +89,7 @@ def _choose(
     logit = logit.contiguous()
     decided = BY_NUMBER
     if threshold is not None:
+        assert threshold.numel() in (1, logit.numel()), "one threshold, or one a token"
         decided = BY_ONE if threshold.numel() == 1 else BY_TOKEN
         threshold = threshold.float().contiguous()
     active = torch.empty_like(logit, dtype=torch.bool)
