@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+FEW_TOKENS = 4096
+"""Up to so many do not fill a GPU's multiprocessors: kernels take smaller tiles, so that each has one."""
 
 
 def serves(h: Tensor) -> bool:

@@ -13,14 +13,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokendepth.ops.backend import check_kernel
+from tokendepth.ops.backend import FEW_TOKENS, check_kernel
 from tokendepth.ops.choose.kernel import list_active
 from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overlapped
 
 LARGEST_TILE = 256
 """Up to this d, a power of two, the query is made inside of attention, and projection, sum and norm are one kernel."""
-MANY_TOKENS = 4096
-"""With fewer, tiles are small, so that there are enough of them for all multiprocessors."""
 ATTENTION = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 WIDE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 NARROW = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
@@ -45,6 +43,12 @@ def _gelu(x):
     tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
     tail *= 0.5 * tl.exp(-z * z)
     return x * tl.where(x < 0, tail, 1.0 - tail)
+
+
+@triton.jit
+def _kept(halt, place, there):
+    """What the tokens at `place` keep of an update, as a column: sigmoid(-halt)."""
+    return (1.0 / (1.0 + tl.exp(tl.load(halt + place, mask=there, other=0.0))))[:, None]
 
 
 @triton.jit
@@ -91,7 +95,7 @@ def _linear(
         if GELU:
             acc = _gelu(acc)
         if HALT:
-            acc *= (1.0 / (1.0 + tl.exp(tl.load(halt + place, mask=there, other=0.0))))[:, None]
+            acc *= _kept(halt, place, there)
         inside = there[:, None] & wanted[None, :]
         if RESIDUAL:
             source = place if RESIDUAL == 2 else row
@@ -208,7 +212,7 @@ def _project(
             w_tile = tl.load(w_out + column[:, None] * D + k[None, :])
             update = tl.dot(a_tile, tl.trans(w_tile), update, input_precision="ieee")
         if HALT:
-            update *= (1.0 / (1.0 + tl.exp(tl.load(halt + place, mask=there, other=0.0))))[:, None]
+            update *= _kept(halt, place, there)
         state = tl.load(h + place[:, None] * D + column[None, :], mask=there[:, None], other=0.0).to(tl.float32)
         state += update
         at = row[:, None] * D + column[None, :]
@@ -292,7 +296,7 @@ def _active_block(
     overlap = overlapped(h)
     one_tile = 16 <= d <= LARGEST_TILE and d == triton.next_power_of_2(d)
     with torch.cuda.device_of(h):
-        few = tokens <= MANY_TOKENS
+        few = tokens <= FEW_TOKENS
         if not one_tile:
             _rows_linear(x, query, normed, index, count, NARROW, gather=True)
         valid = starts if key_valid is None else key_valid.contiguous().view(torch.uint8)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokendepth.ops.backend import check_kernel
+from tokendepth.ops.backend import FEW_TOKENS, check_kernel
 from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overlapped
 
 # Programs share the bandwidth of the second-level cache, from which each reads its rows and its columns of w. With many
@@ -16,7 +16,7 @@ from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overla
 MANY = {"BLOCK_M": 64, "BLOCK_N": 64, "COLUMNS": 512, "num_warps": 4, "num_stages": 2}
 FEW = {"BLOCK_M": 64, "BLOCK_N": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1}
 FEWEST = {"BLOCK_M": 16, "BLOCK_N": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1}
-MANY_ROWS, FEW_ROWS = 4096, 512
+FEWEST_TOKENS = 512
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _enter_op(
     x, y, logit = _empty(h, out, bool(router))
     rows = h.numel() // d
     if rows:
-        launch = MANY if rows > MANY_ROWS else FEW if rows > FEW_ROWS else FEWEST
+        launch = MANY if rows > FEW_TOKENS else FEW if rows > FEWEST_TOKENS else FEWEST
         grid = (triton.cdiv(rows, launch["BLOCK_M"]), triton.cdiv(out, launch["COLUMNS"]))
         hidden = len(router[0]) if router else 0
         with torch.cuda.device_of(h):

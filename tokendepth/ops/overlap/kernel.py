@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokendepth.ops.backend import FEW_TOKENS
+
 NOT_AT_ALL, FROM_THE_START, WHEN_NEARLY_DONE = 0, 1, 2
-FEW_TOKENS = 4096
-"""With fewer, multiprocessors have room for the next kernel's programs, which would crowd on some if let in early."""
 
 
 @triton.jit
@@ -37,5 +37,6 @@ def overlapped(x: Tensor) -> dict[str, int | bool]:
     """What a launch for states x `[..., d]` is given: when to let the next begin, and the option that makes it work."""
     if not x.is_cuda or torch.cuda.get_device_capability(x.device) < (9, 0):
         return {"OVERLAP": NOT_AT_ALL}
+    # Few leave room on some multiprocessors, where the next kernel's programs would crowd if they were let in early.
     few = x.numel() // x.shape[-1] <= FEW_TOKENS
     return {"OVERLAP": WHEN_NEARLY_DONE if few else FROM_THE_START, "launch_pdl": True}
