@@ -89,6 +89,8 @@ def test_the_test_split_is_not_kept_as_the_evaluation(run, capsys):
 
 
 def test_report_names_its_page(run, tmp_path, capsys):
+    main(["evaluate", str(run), "--json", "--no-timing"])
+    capsys.readouterr()
     main(["report", str(run), "--out", str(tmp_path / "report"), "--results", str(tmp_path / "rows.json")])
     assert capsys.readouterr().out.strip() == str(tmp_path / "report" / "report.html")
     assert (tmp_path / "report" / "report.html").exists()

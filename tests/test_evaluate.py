@@ -441,6 +441,11 @@ def test_early_exit_is_executed_at_every_threshold_of_the_paper(tmp_path):
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] < 1, "or this test shows nothing"
     assert points[0.55]["sparse"] == found["sparse"], "the run's own threshold is one of them"
+    counted, taken = points[0.3]["read_early"], points[0.3]["sparse"]
+    assert counted["loss"] != taken["loss"], "others see a token that left as if it had stayed"
+    shares = [mode["active_fraction_per_site"][:2] for mode in (counted, taken)]
+    assert shares[0] == shares[1], "who leaves first has seen nobody leave"
+    assert points[1.0]["read_early"]["loss"] == pytest.approx(points[1.0]["sparse"]["loss"], rel=ROUNDING)
 
 
 def test_learned_exits_have_no_curve(tmp_path):

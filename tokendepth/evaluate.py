@@ -132,14 +132,24 @@ def evaluate(
     def point(at: float) -> dict[str, Any]:
         execute_at(model, run, at, dataset)
         found = measure(model, stream(), lambda ids: model(ids, execution="sparse"))
-        skipped = {"tlops_skipped": found.depth.tlops_saved, "flops_skipped": found.depth.flops_skipped}
-        cost = {"flops_per_token": found.depth.flops / found.depth.tokens}
         return {
             "threshold" if by_confidence else "budget": at,
             "sparse": _figures(found, dataset, config, split),
-            **skipped,
-            **cost,
+            "tlops_skipped": found.depth.tlops_saved,
+            "flops_skipped": found.depth.flops_skipped,
+            "flops_per_token": found.depth.flops / found.depth.tokens,
+            **(read_early() if by_confidence else {}),
         }
+
+    def read_early() -> dict[str, Any]:
+        """The same exits with every token computed to the end: what could be claimed, and skips nothing."""
+        model.method.freezes = False
+        try:
+            found = measure(model, stream(), lambda ids: model(ids, execution="hard"))
+        finally:
+            model.method.freezes = True
+        figures = _figures(found, dataset, config, split)
+        return {"read_early": figures, "tlops_saved_read_early": found.depth.tlops_saved}
 
     if routed:
         measured = {execution: executed(execution) for execution in ("hard", "sparse")}

@@ -81,6 +81,19 @@ def test_a_token_keeps_the_answer_with_which_it_left(execution):
     assert (out.trace.work[2] <= out.trace.work[1]).all(), "who has left does not come back"
 
 
+def test_unfrozen_a_token_keeps_its_answer_but_is_computed_on():
+    model, ids = early_exit(threshold=0.4), tokens(16)
+    model.method.freezes = False
+    with torch.no_grad():
+        out, exits = model(ids, execution="hard"), exits_by_hand(model, ids)
+    confident = torch.stack([x.softmax(-1).amax(-1) > 0.4 for x in exits[:-1]] + [torch.ones(16, TIME).bool()])
+    taken = confident.float().argmax(0)
+    assert set(taken.unique().tolist()) == {0, 1, 2}, "every exit is taken by some"
+    by_hand = torch.stack(exits).gather(0, taken[None, ..., None].expand(1, 16, TIME, 11))[0]
+    assert (out.logits - by_hand).abs().max() < 1e-5
+    assert torch.equal(out.trace.work.sum(0), taken + 1.0), "counted as if it had been skipped"
+
+
 def test_the_active_fraction_counts_the_stem_once():
     """Of 4 tokens 3 enter block 1 and 1 enters block 2: alpha = (3 + 1) / 8, and of 12 token-layers 8 ran."""
     decisions = torch.tensor([[[1, 1, 1, 0]], [[0, 1, 0, 0]]], dtype=torch.bool)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tokendepth.ops.sparse_attention import eager as eager_module
 from tokendepth.ops.sparse_attention import sparse_attention
 from tokendepth.ops.sparse_attention.eager import eager
 from tokendepth.ops.sparse_attention.reference import reference
@@ -26,6 +27,12 @@ each_size = pytest.mark.parametrize("size", SIZES, ids=str)
 each_active = pytest.mark.parametrize("active", ["none", "one", "some", "all"])
 each_dtype = pytest.mark.parametrize("dtype", ROUNDING, ids=["float64", "float32"])
 masked = pytest.mark.parametrize("with_mask", [False, True], ids=["all keys", "key_valid"])
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["a call per sequence", "padded"])
+def _as_on_a_gpu(request, monkeypatch):
+    """Both ways that `eager` has, on whatever machine."""
+    monkeypatch.setattr(eager_module, "_launches_cost", lambda q: request.param)
 
 
 def inputs(size: tuple[int, ...], which: str, *, mask: bool = False) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ def drawings():
         "architecture": architecture(),
         "curves": curves("curves", "c", {"dense": [HISTORY], "TSA": [HISTORY, HISTORY]}),
         "scatter": scatter("scatter", "c", "loss", {"a": [points], "b": []}, marks={"here": 0.7}, level=1.0),
-        "milestones": milestones("milestones", "c", {"dense": [[250, 500], [None, 750]]}, ["2.5", "2.0"]),
+        "milestones": milestones("milestones", "c", {"dense": [[250, 500], [None, 750]]}, ["2.5", "2.0"], 1000),
     }
 
 
@@ -38,8 +38,8 @@ def test_they_are_whole_and_the_same_each_time(drawn):
 def test_without_numbers_there_is_no_figure():
     assert curves("x", "c", {"dense": [], "TSA": [[]]}) is None
     assert scatter("x", "c", "loss", {"a": [Points("none", [], BLUE)]}) is None
-    assert milestones("x", "c", {"dense": [[], []]}, ["2.5", "2.0"]) is None
+    assert milestones("x", "c", {"dense": [[], []]}, ["2.5", "2.0"], 1000) is None
 
 
 def test_one_that_never_gets_there_is_still_drawn():
-    assert milestones("x", "c", {"dense": [[None]]}, ["1.8 bits"]) is not None
+    assert milestones("x", "c", {"dense": [[None]]}, ["1.8 bits"], 1000) is not None

@@ -32,7 +32,10 @@ def evaluation(config: RunConfig, seed: int, *, executed_worse: float = 0.16) ->
         for threshold in (1.0, *PAPER_THRESHOLDS):
             point = _figures(loss + 0.08 * (1 - threshold) ** 2, 0.3 + 0.7 * threshold**2, layers)
             skipped = 1 - point["active_fraction"]
-            curve.append({"threshold": threshold, "sparse": point, "tlops_skipped": skipped, "flops_per_token": 1.0})
+            read = _figures(loss + 0.04 * (1 - threshold) ** 2, point["active_fraction"], layers)
+            counted = {"read_early": read, "tlops_saved_read_early": skipped}
+            taken = {"sparse": point, "tlops_skipped": skipped, "flops_per_token": 1.0}
+            curve.append({"threshold": threshold, **taken, **counted})
     return {
         "version": 1, "parameters": 1_000_000 * layers, **figures, "tlops_saved_soft": saved, "tlops_skipped": saved,
         "flops_skipped": 0.8 * saved, "flops_per_token": 1e6 * layers * (1 - 0.8 * saved), "curve": curve,

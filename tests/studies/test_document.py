@@ -125,9 +125,18 @@ def test_findings_follow_the_numbers(evidence):
     assert found["dense_control"] == "TSA loses."
     assert found["robust"] == "Soft: does not hold; executed: does not hold."
     assert found["exit_training_cost"] == "Does not hold."
+    assert found["read_early"] == "Published nearer to executed."
     survives = replace(evidence, runs={key: _executed_as_soft(rows) for key, rows in evidence.runs.items()})
     assert verdicts(survives)["hard_execution"] == "Holds."
     assert verdicts(survives)["exit_against_tsa"] == "Holds executed."
+
+
+def test_exits_are_counted_or_taken_by_which_is_nearer(tmp_path):
+    write_results(tmp_path)
+    text = (tmp_path / "reproduction.json").read_text()
+    swapped = text.replace('"read_early"', '"other"').replace('"sparse"', '"read_early"').replace('"other"', '"sparse"')
+    (tmp_path / "reproduction.json").write_text(swapped)
+    assert verdicts(Evidence.read(tmp_path))["read_early"] == "Published nearer to nothing skipped."
 
 
 def _executed_as_soft(rows: dict) -> dict:

@@ -64,6 +64,9 @@ class EarlyExit(Method):
         super().__init__(model, config)
         self.knobs, self.by_confidence = config, config.exit == "confidence"
         self.blocks = nn.ModuleList(Block(model, layer) for layer in range(model.n_layer))
+        # Off, a token that left is computed on and only its answer is kept: how the TSA paper may have counted. By
+        # confidence alone: a halting unit would ask the state that went on.
+        self.freezes = True
         self.exit: nn.Module | None = None
         if model.n_layer > 1:  # with a single block there is nothing to leave out
             unit = Confidence if self.by_confidence else lambda threshold: HaltingUnit(model.d_model, threshold)
@@ -91,7 +94,7 @@ class EarlyExit(Method):
                 if logits is not None:
                     logits = logits.masked_scatter(active[..., None], self._read(hidden[active], run))
             else:
-                hidden = block(hidden, run, gate=active)
+                hidden = block(hidden, run, gate=active if self.freezes else None)
                 if logits is not None:
                     logits = torch.where(active[..., None], self._read(hidden, run), logits)
             work.append(active.float())

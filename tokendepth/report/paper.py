@@ -113,14 +113,13 @@ def curves(name: str, caption: str, models: dict[str, list[list[dict]]]) -> Draw
 
 
 def milestones(
-    name: str, caption: str, rows: dict[str, list[list[int | None]]], levels: Sequence[str]
+    name: str, caption: str, rows: dict[str, list[list[int | None]]], levels: Sequence[str], steps: int
 ) -> Drawing | None:
-    """For each model, and each level below it, the steps at which its seeds got there; a cross is never."""
+    """For each model, and each level below it, the step of `steps` at which its seeds got there; a cross is never."""
     rows = {label: found for label, found in rows.items() if any(found)}
     if not rows:
         return None
-    last = max((s for found in rows.values() for level in found for s in level if s is not None), default=1)
-    never = 1.12 * last
+    never = 1.1 * steps
     with style():
         figure = Figure(figsize=(WIDTH, 0.9 + 0.17 * len(rows) * len(levels)), layout="constrained")
         axes = figure.subplots()
@@ -136,7 +135,7 @@ def milestones(
             height += 0.6
         axes.set_ylim(height - 0.6, -1)
         axes.set_yticks([place for place, _ in ticks], [words for _, words in ticks], fontsize=7.5)
-        axes.set_xlim(0, 1.17 * last)
+        axes.set_xlim(0, 1.15 * steps)
         axes.axvline(never, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
         axes.annotate("never", (never, 1.0), xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=8)
         axes.set_xlabel("first validation at or below the loss (step)")

@@ -28,6 +28,8 @@ QUANTITIES = {
 EXITED = {"loss": ("sparse", "loss"), "bits_per_character": ("sparse", "bits_per_character"),
           "active_fraction": ("sparse", "active_fraction"), "tlops_saved": ("tlops_skipped",)}  # fmt: skip
 """Where the same numbers are in one execution of an early-exit model."""
+READ_EARLY = {key: ("read_early", key) for key in EXITED} | {"tlops_saved": ("tlops_saved_read_early",)}
+"""And where its answers alone are taken early."""
 
 MINIATURE = """\
 > **A miniature**, made by `--quick`: models of a few thousand parameters after four steps. It shows how the page is
@@ -129,7 +131,11 @@ def _lines(lines: tuple[Line, ...], evidence: Evidence, verdicts: list[str]) -> 
                 ours = evidence.stat(line.label, *soft)
                 executed = show(evidence.stat(line.label, *hard), form) if hard else ""
             else:
-                ours, executed = evidence.at_threshold(line.label, line.threshold, *EXITED[key]), "as it stands"
+                executed = "as it stands"
+                ours = evidence.at_threshold(line.label, line.threshold, *EXITED[key])
+                if line.read_early:
+                    executed = show(ours, form)
+                    ours = evidence.at_threshold(line.label, line.threshold, *READ_EARLY[key])
             verdict = judge(
                 published[key], ours, saving=key == "tlops_saved", collapses=collapses(evidence, line.label)
             )

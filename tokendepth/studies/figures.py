@@ -90,14 +90,17 @@ def _penalties(e: Evidence) -> Drawing | None:
 
 
 def _exits(e: Evidence) -> Drawing | None:
-    ours = [
-        point
-        for threshold in PAPER_THRESHOLDS
-        for point in _point(
-            e.at_threshold(EARLY_EXIT, threshold, "sparse", "active_fraction"),
-            e.at_threshold(EARLY_EXIT, threshold, "sparse", "loss"),
-        )
-    ]
+    ours, read = (
+        [
+            point
+            for threshold in PAPER_THRESHOLDS
+            for point in _point(
+                e.at_threshold(EARLY_EXIT, threshold, mode, "active_fraction"),
+                e.at_threshold(EARLY_EXIT, threshold, mode, "loss"),
+            )
+        ]
+        for mode in ("sparse", "read_early")
+    )
     if not ours:
         return None
     published = [
@@ -111,6 +114,7 @@ def _exits(e: Evidence) -> Drawing | None:
     ]
     right = [
         Points("early exit", ours, BLUE, "o"),
+        Points("early exit, counted: nothing is skipped", read, BLUE, "o", (0, (2, 1.5)), filled=False),
         Points("TSA, soft: nothing is skipped", _at(e, TSA, "soft"), VERMILLION, "*", "none"),
         Points("TSA, executed", _at(e, TSA, "hard"), VERMILLION, "s", "none"),
         _dense(e),
@@ -167,4 +171,5 @@ def _milestones(e: Evidence) -> Drawing | None:
         "Steps to a validation loss of 2.5, 2.0 and 1.8, in bits and in nats, validated every 250 steps; one dot a "
         "seed, a cross where it never came."
     )
-    return milestones("reproduction-milestones", caption, rows, levels)
+    steps = max(e.configs[label].train.steps for label in MODELS.values())
+    return milestones("reproduction-milestones", caption, rows, levels, steps)

@@ -67,6 +67,8 @@ class Line:
     """Of the experiment: a run's name without its seed."""
     threshold: float | None = None
     """Of early exit, where the row is one execution of a model among several."""
+    read_early: bool = False
+    """Of early exit: every token computed to the end, its answer taken from the exit."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,11 @@ def _enwik8_lines(reading: str) -> tuple[Line, ...]:
     return (Line("enwik8", "baseline", ENWIK8_DENSE + reading), Line("enwik8", "TSA", ENWIK8_TSA + reading))
 
 
-_EXITS = tuple(Line("early-exit", f"threshold {value:.2f}", EARLY_EXIT, value) for value in PAPER_THRESHOLDS)
+
+def _exit_lines(*, read_early: bool) -> tuple[Line, ...]:
+    swept = {f"threshold {value:.2f}": value for value in PAPER_THRESHOLDS}
+    return tuple(Line("early-exit", row, EARLY_EXIT, value, read_early) for row, value in swept.items())
+
 
 TABLES: dict[str, Table] = {
     "synthetic": Table(
@@ -145,9 +151,13 @@ TABLES: dict[str, Table] = {
             Line("matched", "baseline", DENSE),
             Line("matched", "TSA", TSA),
             Line("matched", "early exit", EARLY_EXIT, 0.75),
-            *_EXITS,
+            *_exit_lines(read_early=False),
             Line("early-exit", "no exit taken", EARLY_EXIT, 1.0),
         ),
+        second_lines=_exit_lines(read_early=True),
+        about_second="Every token computed to the end, and its answer taken from the first exit that is sure enough: "
+        "nothing is skipped, and a token that left is seen by others as if it had stayed. The paper does not say which "
+        "of the two it did.",
     ),
     "wall-clock": Table("Wall-clock over active fractions", measurements=("fractions",)),
     "batch": Table("Wall-clock over batch sizes", measurements=("batches",)),

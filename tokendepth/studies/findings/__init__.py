@@ -19,6 +19,7 @@ ALL: tuple[Callable[[Evidence], Finding], ...] = (
     routing.permissive,
     routing.robust,
     early_exit.stem_once,
+    early_exit.read_early,
     early_exit.exit_against_tsa,
     early_exit.exit_training_cost,
     early_exit.outlier,

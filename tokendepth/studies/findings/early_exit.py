@@ -1,6 +1,7 @@
 """The comparison with early exit."""
 
 from tokendepth.config import PAPER_THRESHOLDS
+from tokendepth.report.summary import Stat
 from tokendepth.studies.evidence import NOT_RUN, Evidence, show
 from tokendepth.studies.findings.finding import Finding, relative
 from tokendepth.studies.tables import DENSE, EARLY_EXIT, TSA
@@ -29,6 +30,35 @@ def stem_once(e: Evidence) -> Finding:
             f"nearer to {'that' if near else 'the one that counts the stem once'}."
         )
     return Finding("Early exit, its stem counted once", f"{verdict}.", text)
+
+
+def read_early(e: Evidence) -> Finding:
+    """Was early exit executed in the paper? Both ways of counting, beside the published losses."""
+
+    def distance(*keys: str) -> Stat | None:
+        """How far the losses at the paper's thresholds lie from the published ones, in the mean."""
+        ours = {t: e.at_threshold(EARLY_EXIT, t, *keys) for t in PAPER_THRESHOLDS}
+        gaps = [abs(s.mean - e.published("early-exit", f"threshold {t:.2f}")["loss"]) for t, s in ours.items() if s]
+        return Stat((sum(gaps) / len(gaps),)) if len(gaps) == len(ours) else None
+
+    executed, read = distance("sparse", "loss"), distance("read_early", "loss")
+    verdict = NOT_RUN
+    if executed and read:
+        verdict = "Published nearer to nothing skipped" if read.mean < executed.mean else "Published nearer to executed"
+    low = PAPER_THRESHOLDS[-1]
+    published = e.published("early-exit", f"threshold {low:.2f}")["loss"]
+    early, skipping = (e.at_threshold(EARLY_EXIT, low, mode, "loss") for mode in ("read_early", "sparse"))
+    text = (
+        "An exit can be counted without being taken: compute every token to the end, and read its answer where it was "
+        "sure enough. Then the others still see all of its later states. Taken, the token's last state stands for "
+        f"them. Loss at threshold {low}: counted {show(early)}, taken {show(skipping)}, published {published}. Mean "
+        f"distance to the published losses over the 13 thresholds: counted {_nats(read)}, taken {_nats(executed)}."
+    )
+    return Finding("Early exit, counted and taken", f"{verdict}.", text)
+
+
+def _nats(stat: Stat | None) -> str:
+    return NOT_RUN if stat is None else f"{stat.mean:.4f}"
 
 
 def exit_against_tsa(e: Evidence) -> Finding:
