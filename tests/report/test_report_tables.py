@@ -69,6 +69,16 @@ def test_dense_has_no_soft_figures_even_if_its_evaluation_does(make_run):
     assert row["active fraction (hard)"] == "1.000"
 
 
+def test_brief_has_what_decides_and_no_column_without_a_number(make_run):
+    dense = make_run("d", "dense", evaluation=dense_evaluation())
+    brief = cells(markdown_table(rows([dense]), brief=True))["d"]
+    assert not [title for title in brief if "soft" in title or title == "params"]
+    assert brief["loss (hard = sparse)"] == "1.4422"
+    both = markdown_table(rows([dense, make_run("t", evaluation=tsa_evaluation())]), brief=True)
+    assert "TLOps saved (soft, weighting only)" in both
+    assert "token-layer work skipped" in both
+
+
 def test_no_column_mixes_modes_and_tlops_are_never_flops():
     for column in COLUMNS:
         assert ("soft" in column.title) == (column.group == "soft")

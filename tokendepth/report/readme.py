@@ -19,7 +19,7 @@ PART = re.compile(r"(<!-- (results|headline|training|faults): (\S+) -->\n)(.*?)(
 def render(text: str, root: Path) -> str:
     """`text` with every generated part made anew from the files under `root`."""
     makers = {
-        "results": lambda path: markdown_table(group(at_budgets(records(path)))),
+        "results": lambda path: markdown_table(group(at_budgets(records(path))), brief=True),
         "headline": lambda path: headline([row for row in read_rows(path) if row["positions"] == "trained"]),
         "training": _training_table,
         "faults": _faults_table,

@@ -16,9 +16,15 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\|`*$\[\]]|\b_|_\b)", r"\\\1", html.escape(text, quote=False))
 
 
-def markdown_table(table: list[Row]) -> str:
-    """The table and its notes; ends with a line break."""
+IN_ROWS_ALONE = {"parameters", "flops_per_token", "speedup", "bits_per_character"}
+"""What a page that must be read at a glance leaves to results/."""
+
+
+def markdown_table(table: list[Row], *, brief: bool = False) -> str:
+    """The table and its notes; ends with a line break. `brief` has what decides, and no column without a number."""
     shown = columns(table)
+    if brief:
+        shown = [c for c in shown if c.key not in IN_ROWS_ALONE and any(row.stat(c) for row in table)]
     lines = [["run", "method", *(column.title for column in shown)], ["---", "---", *("--:" for _ in shown)]]
     for row in table:
         name = _plain(row.title) + (" †" if row.collapses else "")

@@ -102,9 +102,9 @@ def wall_clock(e: Evidence) -> Finding:
     text = (
         f"Published at active fraction 0.726: {published}x, on an untrained model whose active tokens are the first of "
         f"every sequence. Ours at the same shape and batch: {'; '.join(said)}. Soft gating, which skips nothing: "
-        f"{NOT_RUN if soft is None else format(soft['speedup'], '.3f') + 'x'}. This is the paper's protocol: float32, the "
-        "library called op by op, each block waiting for its count of tokens. What our kernels make of trained decisions "
-        "is in [SPEED.md](SPEED.md)."
+        f"{NOT_RUN if soft is None else format(soft['speedup'], '.3f') + 'x'}. This is the paper's protocol: float32, "
+        "the library called op by op, each block waiting for its count of tokens. What our kernels make of trained "
+        "decisions is in [SPEED.md](SPEED.md)."
     )
     return Finding("Wall-clock", f"{verdict}.", text)
 
