@@ -106,7 +106,6 @@ def _enwik8_lines(reading: str) -> tuple[Line, ...]:
     return (Line("enwik8", "baseline", ENWIK8_DENSE + reading), Line("enwik8", "TSA", ENWIK8_TSA + reading))
 
 
-
 def _exit_lines(*, read_early: bool) -> tuple[Line, ...]:
     swept = {f"threshold {value:.2f}": value for value in PAPER_THRESHOLDS}
     return tuple(Line("early-exit", row, EARLY_EXIT, value, read_early) for row, value in swept.items())
