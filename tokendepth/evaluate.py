@@ -143,11 +143,13 @@ def evaluate(
 
     def read_early() -> dict[str, Any]:
         """The same exits with every token computed to the end: what could be claimed, and skips nothing."""
-        model.method.freezes = False
+        method = model.method
+        assert isinstance(method, EarlyExit)
+        method.freezes = False
         try:
             found = measure(model, stream(), lambda ids: model(ids, execution="hard"))
         finally:
-            model.method.freezes = True
+            method.freezes = True
         figures = _figures(found, dataset, config, split)
         return {"read_early": figures, "tlops_saved_read_early": found.depth.tlops_saved}
 
