@@ -243,7 +243,10 @@ def test_dense_skips_nothing_under_any_name(dense):
 
 def test_controls_are_told_apart_from_the_trained_router(figures):
     controls = figures["controls"]
-    assert controls.keys() == {"untrained_router_soft", "untrained_router_hard", "random_decisions_hard"}
+    assert controls.keys() == {
+        *("untrained_router_soft", "untrained_router_hard", "random_decisions_hard", "kept_weights_hard")
+    }
+    assert controls["kept_weights_hard"]["loss"] != figures["hard"]["loss"], "or nothing was kept"
     for control in controls.values():
         assert control.keys() == {"loss", "active_fraction"}
         assert math.isfinite(control["loss"])

@@ -19,6 +19,7 @@ from tokendepth.errors import UserError
 from tokendepth.machine import choose_device, describe_device, environment
 from tokendepth.methods import build
 from tokendepth.methods.early_exit import Confidence, EarlyExit
+from tokendepth.methods.tsa import TSA
 from tokendepth.model import LanguageModel, Output
 from tokendepth.runs import EVALUATION_VERSION, Run
 from tokendepth.trace import EXECUTIONS, DepthTotals, Execution, add_up
@@ -227,7 +228,10 @@ def _figures(measured: Measured, dataset: Dataset, config: RunConfig, split: Spl
 
 
 def _controls(model: LanguageModel, config: RunConfig, stream: Callable, hard: DepthTotals) -> dict[str, Any]:
-    """Is it the router that matters? The same weights with untrained routers, and with dice in their place."""
+    """Is it the router that matters? The same weights with untrained routers, and with dice in their place.
+
+    And is it the skipping, or that the gates are rounded up? TSA's decisions, with the weights of the others kept.
+    """
     device = next(model.parameters()).device
     untrained = copy.deepcopy(model)
     for router, fresh in zip(untrained.method.routers(), build(config).method.routers(), strict=True):
@@ -240,6 +244,12 @@ def _controls(model: LanguageModel, config: RunConfig, stream: Callable, hard: D
         return model(ids, execution="hard", decisions=decisions.to(device))
 
     measured = {"random_decisions_hard": measure(model, stream(), at_random)}
+    if isinstance(model.method, TSA):
+        model.method.keeps_weights = True
+        try:
+            measured["kept_weights_hard"] = measure(model, stream(), lambda ids: model(ids, execution="hard"))
+        finally:
+            model.method.keeps_weights = False
     if any(len(list(router.parameters())) for router in model.method.routers()):  # else there is nothing to train
         for execution in ("soft", "hard"):
             found = measure(untrained, stream(), lambda ids, execution=execution: untrained(ids, execution=execution))

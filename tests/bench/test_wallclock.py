@@ -48,5 +48,6 @@ def test_rows_are_written_one_by_one_and_not_taken_again(tmp_path):
     for row in read_rows(tmp_path / "wallclock.json"):
         assert row["speedup"] == pytest.approx(row["dense_ms"][0] / row["ms"][0])
         assert row["ms"][1] <= row["ms"][0] <= row["ms"][2]
+        assert row["speedup_quartiles"][0] <= row["speedup_quartiles"][1]
         assert row["commit"]
         assert row["dtype"] == "float32"

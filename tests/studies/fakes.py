@@ -39,13 +39,14 @@ def evaluation(config: RunConfig, seed: int, *, executed_worse: float = 0.16) ->
     return {
         "version": 1, "parameters": 1_000_000 * layers, **figures, "tlops_saved_soft": saved, "tlops_skipped": saved,
         "flops_skipped": 0.8 * saved, "flops_per_token": 1e6 * layers * (1 - 0.8 * saved), "curve": curve,
-        "controls": {"untrained_router_hard": {"loss": 1.48}, "random_decisions_hard": {"loss": 1.66}},
+        "controls": {"untrained_router_hard": {"loss": 1.48}, "random_decisions_hard": {"loss": 1.66},
+                     "kept_weights_hard": {"loss": 1.5}},
     }  # fmt: skip
 
 
 def _figures(loss: float, alpha: float, layers: int) -> dict[str, Any]:
     sites = [min(1.0, alpha * site / 0.77) for site in PER_SITE][:layers]
-    bits = {"bits_per_character": loss / math.log(2), "accuracy": 0.99, "perplexity": math.exp(loss - 1.4)}
+    bits = {"bits_per_character": loss / math.log(2), "bits_per_byte": loss / math.log(2), "accuracy": 0.99, "perplexity": math.exp(loss - 1.4)}
     return {"loss": loss, "active_fraction": alpha, "active_fraction_per_site": [1.0, *sites[1:]], **bits}
 
 
@@ -112,7 +113,8 @@ def write_times(folder: Path) -> None:
         alpha = condition.active_fraction or 1.0
         speed = 1.2 - 0.25 * alpha - (0.05 if condition.positions == "random" else 0)
         speed += 0.3 * (1 - alpha) if condition.skip == "block" else 0
-        rows.append({**about, "dense_ms": [5.0, 4.9, 5.1], "ms": [5 / speed] * 3, "speedup": speed, **ENV})
+        rows.append({**about, "dense_ms": [5.0, 4.9, 5.1], "ms": [5 / speed] * 3, "speedup": speed,
+                     "speedup_quartiles": [speed - 0.01, speed + 0.01], **ENV})  # fmt: skip
     add_rows(folder / "wallclock.json", rows, identity=wallclock.IDENTITY)
     step = {"benchmark": "training step", "shape": "d256 L6 V65, 64x128", "dense_ms": [3.0] * 3, "tsa_ms": [3.1] * 3}
     exits = {"ratio": [1.05] * 3, "early_exit_ms": [4.0] * 3, "early_exit_ratio": [1.33] * 3}

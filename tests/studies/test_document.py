@@ -66,6 +66,7 @@ def test_every_published_table_is_complete():
         (1.0, (1.009,), {}, "reproduced"),
         (1.0, (1.011,), {}, "differs"),
         (1.0, (1.0, 1.06), {}, "reproduced"),  # 0.03 off, two standard deviations are 0.08
+        (1.0, (1.0, 1.3), {}, "differs"),  # 0.15 off: so wide a spread excuses nothing
         (0.2, (0.2,), {"saving": True, "collapses": True}, "not supported"),
         (0.2, (0.2,), {"saving": True, "collapses": False}, "reproduced"),
         (0.2, (0.2,), {"collapses": True}, "reproduced"),
@@ -79,18 +80,19 @@ def test_the_rule(published, values, settings, verdict):
 
 
 @pytest.mark.parametrize(
-    ("published", "ours", "verdict"),
+    ("published", "ours", "upper_quartile", "verdict"),
     [
-        (1.1, None, "not run"),
-        (1.1, 1.095, "reproduced"),
-        (1.1, 1.5, "reproduced"),
-        (1.1, 1.05, "differs"),
-        (1.1, 0.99, "not supported"),
-        (0.5, 0.4, "differs"),
+        (1.1, None, 0.0, "not run"),
+        (1.1, 1.095, 1.2, "reproduced"),
+        (1.1, 1.5, 1.6, "reproduced"),
+        (1.1, 1.05, 1.08, "differs"),
+        (1.1, 0.97, 0.99, "not supported"),
+        (1.1, 0.99, 1.01, "differs"),  # a quarter of the passes is faster
+        (0.5, 0.4, 0.41, "differs"),
     ],
 )
-def test_the_rule_for_speed(published, ours, verdict):
-    assert judge_speedup(published, ours) == verdict
+def test_the_rule_for_speed(published, ours, upper_quartile, verdict):
+    assert judge_speedup(published, ours, upper_quartile) == verdict
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ def test_with_all_numbers_nothing_is_left_open(evidence):
 
 def test_without_numbers_nothing_is_claimed(tmp_path):
     for finding in findings(Evidence.read(tmp_path)):
-        own = finding.verdict in ("By the paper's own numbers.", "For the reader.")
+        own = finding.verdict in ("By the paper's own numbers.", "Note.")
         assert own or "not run" in finding.verdict, finding
         assert "not run" in finding.text, finding
 
@@ -124,11 +126,12 @@ def test_findings_follow_the_numbers(evidence):
     assert found["hard_execution"] == "Not supported."
     assert found["dense_control"] == "TSA loses."
     assert found["robust"] == "Soft: does not hold; executed: does not hold."
+    assert found["exit_against_tsa"] == "Soft: holds; executed: does not hold."
     assert found["exit_training_cost"] == "Does not hold."
     assert found["read_early"] == "Published nearer to executed."
     survives = replace(evidence, runs={key: _executed_as_soft(rows) for key, rows in evidence.runs.items()})
     assert verdicts(survives)["hard_execution"] == "Holds."
-    assert verdicts(survives)["exit_against_tsa"] == "Holds executed."
+    assert verdicts(survives)["exit_against_tsa"] == "Soft: holds; executed: holds."
 
 
 def test_exits_are_counted_or_taken_by_which_is_nearer(tmp_path):

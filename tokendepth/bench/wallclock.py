@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokendepth.clock import interleaved, quartiles
-from tokendepth.config import DenseConfig, MethodConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig
 from tokendepth.machine import choose_device, environment
 from tokendepth.methods import build
 from tokendepth.results import Row, add_rows, read_rows
@@ -72,12 +72,11 @@ def measure(
 ) -> Iterator[Row]:
     """Yield the rows that results/wallclock.json does not have of this device, each written as soon as it is known.
 
-    The dense baseline is timed anew for each batch size of a call. `late` is asked before each condition.
+    Every condition takes turns with the dense baseline. `late` is asked before each.
     """
     where, path = choose_device(device), results / "wallclock.json"
     facts = {"benchmark": "forward pass", "shape": protocol.shape, **environment(where)}
     known = {_identity(row) for row in read_rows(path)} if path.exists() else set()
-    dense: dict[int, list[float]] = {}
     for condition in conditions:
         about = {**facts, **vars(condition), "condition": condition.name}
         del about["name"]
@@ -85,12 +84,12 @@ def measure(
             continue
         if late():
             return
-        if condition.batch not in dense:
-            dense[condition.batch] = _time(DenseConfig(), Condition(condition.batch, "dense"), protocol, where)
-        method = TSAConfig(skip="ffn" if condition.skip == "ffn" else "block")
-        ms, base = _time(method, condition, protocol, where), dense[condition.batch]
-        row = {**about, "dense_ms": base, "ms": ms, "speedup": base[0] / ms[0], "passes": protocol.passes}
-        add_rows(path, [row | {"dtype": "float32"}], identity=IDENTITY)
+        dense, ms = _time(condition, protocol, where)
+        times = {"dense_ms": quartiles(dense), "ms": quartiles(ms)}
+        _, low, high = quartiles([d / m for d, m in zip(dense, ms, strict=True)])
+        times |= {"speedup": times["dense_ms"][0] / times["ms"][0], "speedup_quartiles": [low, high]}
+        row = {**about, **times, "passes": protocol.passes, "dtype": "float32"}
+        add_rows(path, [row], identity=IDENTITY)
         yield row
 
 
@@ -99,16 +98,18 @@ def _identity(row: Row) -> tuple:
 
 
 @torch.no_grad()
-def _time(method: MethodConfig, condition: Condition, protocol: Protocol, device: torch.device) -> list[float]:
-    """Milliseconds of a pass: median and quartiles."""
-    model = build(RunConfig(model=protocol.model, method=method)).to(device).eval()
+def _time(condition: Condition, protocol: Protocol, device: torch.device) -> tuple[list[float], list[float]]:
+    """Milliseconds of every pass, of the dense model and of the condition."""
+    method = TSAConfig(skip="ffn" if condition.skip == "ffn" else "block")
+    dense, model = (build(RunConfig(model=protocol.model, method=m)).to(device).eval() for m in (DenseConfig(), method))
     dice = torch.Generator().manual_seed(0)
     shape = (condition.batch, protocol.model.context)
     ids = torch.randint(protocol.model.vocab_size, shape, generator=dice).to(device)
     decisions = None if condition.active_fraction is None else _decisions(condition, protocol, dice).to(device)
     execution: Execution = "sparse" if condition.name == "sparse" else "soft"
-    passes = {condition: lambda: model(ids, execution=execution, decisions=decisions)}
-    return quartiles(interleaved(passes, protocol.passes, device, protocol.warm_up)[condition])
+    passes = {"dense": lambda: dense(ids), "own": lambda: model(ids, execution=execution, decisions=decisions)}
+    times = interleaved(passes, protocol.passes, device, protocol.warm_up)
+    return times["dense"], times["own"]
 
 
 def _decisions(condition: Condition, protocol: Protocol, dice: torch.Generator) -> Tensor:

@@ -54,6 +54,9 @@ class TSA(Method):
     def __init__(self, model: ModelConfig, config: TSAConfig) -> None:
         super().__init__(model, config)
         self.depth_penalty, self.skip = config.depth_penalty, config.skip
+        # On, a token that does not halt keeps 1 - p of its update under hard execution, as it was trained, instead of
+        # all of it, as the paper has it: a control of what rounding the gates up does.
+        self.keeps_weights = False
         # The decision p > threshold, taken on logits: the sigmoid would round away what separates close ones.
         t = config.threshold
         self.threshold_logit = math.log(t / (1 - t)) if 0 < t < 1 else math.copysign(math.inf, t - 0.5)
@@ -86,10 +89,11 @@ class TSA(Method):
             entered = block.enter(hidden, block.router.weights())
             active, listed = choose(entered.logit, threshold, run.valid, inclusive=True, states=hidden)
             return block.forward_active(hidden, run, active, entered=entered, listed=listed), active
-        active, _ = choose(block.router(hidden), threshold, run.valid, inclusive=True)
+        halt = block.router(hidden)
+        active, _ = choose(halt, threshold, run.valid, inclusive=True)
         if run.execution == "sparse":
             return block.forward_active_ffn(hidden, run, active), active
-        return block(hidden, run, gate=active), active
+        return block(hidden, run, gate=active * torch.sigmoid(-halt) if self.keeps_weights else active), active
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         sites = [block_site(self.model, "block 0", keys, routed=False)]

@@ -2,6 +2,7 @@
 
 from statistics import fmean
 
+from tokendepth.report.summary import Stat
 from tokendepth.studies.evidence import BITS, NOT_RUN, Evidence, collapses, show
 from tokendepth.studies.findings.finding import steps
 from tokendepth.studies.tables import DENSE, ENWIK8_DENSE, ENWIK8_TSA, ROUTING, SIZES, TSA, penalty, scaled
@@ -30,8 +31,8 @@ def open_questions(evidence: Evidence) -> list[tuple[str, str]]:
 
 def token_types(e: Evidence) -> str:
     """Mean depth of each group, and how depth goes with surprisal."""
-    lines = ["| model | mode | depth and surprisal of the token | of the next | spread over tokens | layer's share |"]
-    lines.append("|---|---|--:|--:|--:|--:|")
+    titles = ["model", "mode", "correlation with the token's surprisal", "with the next one's", "spread over tokens"]
+    lines = [f"| {' | '.join([*titles, 'layer share'])} |", "|---|---|--:|--:|--:|--:|"]
     for label in ROUTING:
         ran = bool(e.rows(label, "routing"))
         for mode, name in (("soft", "soft"), ("hard", "executed")):
@@ -51,22 +52,70 @@ def token_types(e: Evidence) -> str:
         "its standard deviation over tokens, and the share of the gates' variance that is the layer's mean alone, the "
         "same for all tokens:\n\n" + "\n".join(lines)
     )
-    return f"{text}\n\nThen its mean by group, on Shakespeare at penalty 0.001, over all seeds:\n\n{_groups(e)}"
+    return (
+        f"{text}\n\nThen its mean by group at penalty 0.001, over all seeds:\n\n{_groups(e)}\n\n**First answer.** "
+        f"{_answer(e)}"
+    )
 
 
 def _groups(e: Evidence) -> str:
-    lines = ["| by | group | share of tokens | depth, soft | depth, executed |", "|---|---|--:|--:|--:|"]
-    found: dict[tuple[str, str], list[tuple[float, float | None, float]]] = {}
-    for row in e.rows(TSA, "routing"):
+    lines = [
+        "| by | group | Shakespeare: share of text | depth, soft | executed | enwik8: share | depth, soft | executed |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    groups = {label: _by_group(e, label) for label in (TSA, ENWIK8_TSA)}
+    known = dict.fromkeys(key for found in groups.values() for key in found)
+    kinds = list(dict.fromkeys(kind for kind, _ in known))
+    for key in sorted(known, key=lambda key: kinds.index(key[0])):
+        cells = []
+        for found in groups.values():
+            stats = found.get(key)
+            absent = ["none" if found else NOT_RUN] * 3
+            cells += absent if stats is None else [f"{stats[0].mean:.1%}", *map(_brief, stats[1:])]
+        lines.append(f"| {' | '.join([*key, *cells])} |")
+    return "\n".join(lines if len(lines) > 2 else [*lines, f"| {NOT_RUN} |" + " |" * 7])
+
+
+def _by_group(e: Evidence, label: str) -> dict[tuple[str, str], list[Stat]]:
+    """By kind and group: its share of the tokens, its depth soft and executed, each over the seeds."""
+    found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
+    for row in e.rows(label, "routing"):
         for group in row["groups"]:
-            means = (fmean(group["soft"]) if "soft" in group else None, fmean(group["hard"]))
-            found.setdefault((group["kind"], group["group"]), []).append((group["share"], *means))
-    for (kind, group), seeds in found.items():
-        share, soft, hard = (
-            fmean(value for value in column if value is not None) for column in zip(*seeds, strict=True)
-        )
-        lines.append(f"| {kind} | {group} | {share:.1%} | {soft:.3f} | {hard:.3f} |")
-    return "\n".join(lines if found else [*lines, f"| {NOT_RUN} | | | | |"])
+            numbers = (group["share"], fmean(group["soft"]), fmean(group["hard"]))
+            found.setdefault((group["kind"], group["group"]), []).append(numbers)
+    return {key: [Stat(values) for values in zip(*seeds, strict=True)] for key, seeds in found.items()}
+
+
+def _brief(stat: Stat) -> str:
+    return f"{stat.mean:.3f}" + (f" ± {stat.std:.3f}" if stat.std is not None else "")
+
+
+def _answer(e: Evidence) -> str:
+    said = []
+    for label, name in ((TSA, "Shakespeare"), (ENWIK8_TSA, "enwik8")):
+        found = _by_group(e, label)
+        classes = {group: stats for (kind, group), stats in found.items() if kind == "character class"}
+        if not classes:
+            said.append(f"{name}: {NOT_RUN}.")
+            continue
+        for place, mode in ((1, "soft"), (2, "executed")):
+            order = sorted(classes, key=lambda group: classes[group][place].mean)
+            width = classes[order[-1]][place].mean - classes[order[0]][place].mean
+            said.append(
+                f"{name}, {mode}: {order[0]} has the least depth, {order[-1]} the most, {width:.3f} apart"
+                + _by_surprise(found, place)
+                + "."
+            )
+    return " ".join(said) + " The paper expects predictable characters to halt early, and hard ones to go deep."
+
+
+def _by_surprise(found: dict[tuple[str, str], list[Stat]], place: int) -> str:
+    kind = "surprisal of the next"
+    ends = [found.get((kind, f"{which} quarter")) for which in ("lowest", "highest")]
+    if None in ends:
+        return ""
+    easy, hard = (stats[place].mean for stats in ends if stats)
+    return f"; before the most predictable quarter of characters {easy:.3f}, before the least {hard:.3f}"
 
 
 def scaling(e: Evidence) -> str:
@@ -87,12 +136,21 @@ def scaling(e: Evidence) -> str:
             cells = [size, method, show(e.stat(label, "parameters"), ",.0f"), *soft, *executed]
             lines.append(f"| {' | '.join([*cells, show(e.stat(label, 'flops_skipped'), '.1%')])} |")
         answer = collapses(e, scaled(size, "tsa"))
-        said.append(f"{size}: {NOT_RUN if answer is None else 'collapses' if answer else 'survives'}")
+        soft, budget = (
+            e.against(scaled(size, method), scaled(size, "dense"), mode, "loss")
+            for method, mode in (("tsa", "soft"), ("budget", "hard"))
+        )
+        said.append(
+            f"{size}: TSA soft {show(soft, '+.1%')} of dense, executed it "
+            f"{NOT_RUN if answer is None else 'collapses' if answer else 'survives'}; budget, executed, "
+            f"{show(budget, '+.1%')}"
+        )
     return (
         "`tokendepth reproduce scaling`: enwik8, 1,500 steps of the paper's recipe, one seed, the first 1,048,576 "
         "characters of the validation split: a first look, trained far from the end.\n\n"
         + "\n".join(lines)
-        + f"\n\nTSA, executed at its threshold: {'; '.join(said)}."
+        + f"\n\n**First answer.** {'. '.join(said)}. After so few steps a larger model is not yet much better than a "
+        "smaller one, and one seed is one seed."
     )
 
 

@@ -24,6 +24,7 @@ ALL: tuple[Callable[[Evidence], Finding], ...] = (
     early_exit.exit_training_cost,
     early_exit.outlier,
     consistency.never_reached,
+    consistency.enwik8_text,
     consistency.two_results,
     execution.wall_clock,
     execution.what_survives,
