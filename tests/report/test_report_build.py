@@ -15,6 +15,7 @@ import tokendepth.runs
 from tests.report.fakes import TEXT, dense_evaluation, metrics, passage, tsa_evaluation, write_run
 from tokendepth.errors import UserError
 from tokendepth.report import build, markdown_table, rows
+from tokendepth.report.heatmap import COLUMNS, LINES
 from tokendepth.report.palette import ACTIVE, BETWEEN, HALTED, blend
 
 ROOT = Path(tokendepth.runs.__file__).parents[1]
@@ -80,7 +81,7 @@ def test_the_folder_is_complete_and_its_figures_show_something(report):
         resolution = png.index(b"pHYs") + 4
         assert struct.unpack(">I", png[resolution : resolution + 4]) == (7874,)  # a metre: 200 an inch
     # One image per router, line of text and mode, and the key.
-    lines = -(-len(TEXT) // 64)
+    lines = min(-(-len(TEXT) // COLUMNS), LINES)
     assert (out / "figures" / "tokens_01.svg").read_text().count("<image") == 5 * lines * 2 + 1
 
 

@@ -46,7 +46,12 @@ def evaluation(config: RunConfig, seed: int, *, executed_worse: float = 0.16) ->
 
 def _figures(loss: float, alpha: float, layers: int) -> dict[str, Any]:
     sites = [min(1.0, alpha * site / 0.77) for site in PER_SITE][:layers]
-    bits = {"bits_per_character": loss / math.log(2), "bits_per_byte": loss / math.log(2), "accuracy": 0.99, "perplexity": math.exp(loss - 1.4)}
+    bits = {
+        "bits_per_character": loss / math.log(2),
+        "bits_per_byte": loss / math.log(2),
+        "accuracy": 0.99,
+        "perplexity": math.exp(loss - 1.4),
+    }
     return {"loss": loss, "active_fraction": alpha, "active_fraction_per_site": [1.0, *sites[1:]], **bits}
 
 

@@ -10,18 +10,18 @@ from tokendepth.report.figures import Drawing, render, style
 from tokendepth.report.palette import ACTIVE, BETWEEN, HALTED
 from tokendepth.report.records import Passage, visible
 
-COLUMNS = 64
-"""Characters a line."""
+COLUMNS = 43
+"""Characters a line: what a column of text is wide."""
 LINES = 6
 """Beyond these a figure no longer fits a page; the HTML shows the whole passage."""
-CELL = 0.112
+CELL = 0.104
 """Inches: width of one character and height of one router's row."""
 LEFT, HEAD, GAP = 0.75, 0.34, 0.9
 """Inches for the routers' names and for a panel's heading; rows of space between two lines of text."""
 
 TITLES = {
-    "soft": "soft: the gate's weight (everything is computed)",
-    "hard": "hard: the decision (what sparse execution runs)",
+    "soft": "soft: weights (all is computed)",
+    "hard": "hard: decisions (what sparse execution runs)",
 }
 SHADES = LinearSegmentedColormap.from_list("depth", [HALTED, BETWEEN, ACTIVE])
 
@@ -47,7 +47,10 @@ def token_map(passage: Passage, name: str, title: str) -> Drawing:
             _panel(axes, drawn, passage.sites, grid)
         shown = sum(map(len, drawn))
         part = "" if len(lines) == len(drawn) else f" First {shown} of {len(passage.pieces)} tokens."
-        caption = f"{title}: each token above one row per router. Teal: active; vermillion: halted.{part}"
+        caption = (
+            f"{title}: each token above one row per router, which is named by the block that it guards. Teal: active; "
+            f"vermillion: halted. Above, the gates as weights; below, the decisions at the threshold.{part}"
+        )
         return render(figure, name, caption)
 
 
@@ -68,13 +71,13 @@ def _panel(axes: Axes, lines: list[list[str]], sites: list[str], grid: list[list
         ends = list(accumulate(map(len, line)))
         for text, end in zip(line, ends, strict=True):
             centre = end - len(text) / 2
-            axes.text(centre, top + 0.45, text, family="DejaVu Sans Mono", size=7.5, ha="center", va="center")
+            axes.text(centre, top + 0.45, text, family="DejaVu Sans Mono", size=7, ha="center", va="center")
         for row, (site, shares) in enumerate(zip(sites, grid, strict=True), 1):
             # One image per router, less high than its row: the gaps part the routers on any background.
             cells = [share for text, share in zip(line, shares[first:], strict=False) for _ in text]
             extent = (0, len(cells), top + row + 0.95, top + row + 0.05)
             axes.imshow([cells], SHADES, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="none")
-            axes.text(-0.6, top + row + 0.5, site[:14], size=6.5, ha="right", va="center")
+            axes.text(-0.6, top + row + 0.5, site[:14], size=6.2, ha="right", va="center")
         first += len(line)
         top += len(sites) + 1 + GAP
 
@@ -82,6 +85,7 @@ def _panel(axes: Axes, lines: list[list[str]], sites: list[str], grid: list[list
 def _key(axes: Axes) -> None:
     """What the shades mean, beside the first panel's heading."""
     top = -1.9
-    axes.imshow([[i / 63 for i in range(64)]], SHADES, extent=(46, 58, top + 1, top), aspect="auto", clip_on=False)
-    for x, text, side in ((45.6, "halted 0", "right"), (58.4, "1 active", "left")):
+    left, right = COLUMNS - 10, COLUMNS - 4.5
+    axes.imshow([[i / 63 for i in range(64)]], SHADES, extent=(left, right, top + 1, top), aspect="auto", clip_on=False)
+    for x, text, side in ((left - 0.4, "halted 0", "right"), (right + 0.4, "1 active", "left")):
         axes.text(x, top + 0.5, text, size=7, ha=side, va="center")

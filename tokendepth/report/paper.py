@@ -71,6 +71,7 @@ def scatter(
                 axes.annotate(word, (x, 1.01), xycoords=("data", "axes fraction"), fontsize=8, ha=side, va="bottom")
             if level is not None:
                 axes.axhline(level, color=GREY, linewidth=0.8)
+                axes.set_ylim(bottom=0)
             axes.set_xlim(0, 1.03)
             axes.set_xlabel("active fraction")
         figure.axes[0].set_ylabel(y_label)
@@ -79,7 +80,7 @@ def scatter(
 
 
 def curves(name: str, caption: str, models: dict[str, list[list[dict]]]) -> Drawing | None:
-    """Validation loss over steps and over cumulative TLOps: one line a seed, one colour a model."""
+    """Validation loss over steps and over cumulative TLOps: one line per seed, one colour per model."""
     models = {label: [h for h in histories if h] for label, histories in models.items()}
     if not any(models.values()):
         return None
@@ -113,9 +114,17 @@ def curves(name: str, caption: str, models: dict[str, list[list[dict]]]) -> Draw
 
 
 def milestones(
-    name: str, caption: str, rows: dict[str, list[list[int | None]]], levels: Sequence[str], steps: int
+    name: str,
+    caption: str,
+    rows: dict[str, list[list[int | None]]],
+    levels: Sequence[str],
+    steps: int,
+    published: dict[tuple[str, str], int] | None = None,
 ) -> Drawing | None:
-    """For each model, and each level below it, the step of `steps` at which its seeds got there; a cross is never."""
+    """For each model, and each level below it, the step of `steps` at which its seeds got there; a cross is never.
+
+    `published` has steps by model and level.
+    """
     rows = {label: found for label, found in rows.items() if any(found)}
     if not rows:
         return None
@@ -127,6 +136,8 @@ def milestones(
         for label, found in rows.items():
             for level, seeds in zip(levels, found, strict=True):
                 ticks.append((height, f"{label}: {level}"))
+                if said := (published or {}).get((label, level)):
+                    axes.plot([said], [height], "d", color=INK, fillstyle="none", markersize=5.5)
                 reached = [step for step in seeds if step is not None]
                 axes.plot(reached, [height] * len(reached), "o", color=BLUE, markersize=4.5, alpha=0.8)
                 if len(reached) < len(seeds):

@@ -45,8 +45,9 @@ def _curves(e: Evidence, name: str, title: str, dense: str, tsa: str) -> Drawing
         for label, experiment in (("dense", dense), ("TSA, penalty 0.001", tsa))
     }
     caption = (
-        f"{title}: validation loss over steps and over cumulative token-layer operations, one line a seed. TLOps weigh "
-        "a layer by its gate; training computes every layer, so the right panel shows neither FLOPs nor time."
+        f"{title}: validation loss over steps and over cumulative token-layer operations, one line per seed, on the "
+        "first 262,144 characters of the validation split. TLOps weigh a layer by its gate; training computes every "
+        "layer, so the right panel shows neither FLOPs nor time."
     )
     return curves(f"reproduction-{name}", caption, histories)
 
@@ -83,7 +84,8 @@ def _penalties(e: Evidence) -> Drawing | None:
     hard = Points("TSA, executed", ours["hard"], VERMILLION, "s", "none")
     caption = (
         "The depth penalty, 0 to 0.5. Left: the paper's mode, in which every layer is computed. Right: the same models "
-        "executed at their threshold, on another scale, with dense models of fewer layers. Bars: standard deviations."
+        "executed at their threshold, on another scale, with dense models of n = 2 to 6 layers at (n - 1) / 5, the "
+        "share of the routed blocks that they keep. The penalty grows from right to left. Bars: standard deviations."
     )
     panels = {"soft": [as_published, soft], "executed (other scale)": [hard, _dense(e)]}
     return scatter("reproduction-penalty", caption, LOSS, panels)
@@ -120,8 +122,8 @@ def _exits(e: Evidence) -> Drawing | None:
         _dense(e),
     ]
     caption = (
-        "Early exit at 13 thresholds against TSA at penalty 0.001, published and ours. Early exit is executed; its "
-        "stem is counted once."
+        "Early exit at 13 thresholds against TSA at penalty 0.001, published and ours. Ours is executed and counts the "
+        "stem once; dense models of n layers stand at (n - 1) / 5. Bars: standard deviations."
     )
     return scatter("reproduction-early-exit", caption, LOSS, {"published": left, "ours (other scale)": right})
 
@@ -168,8 +170,11 @@ def _milestones(e: Evidence) -> Drawing | None:
         for name, label in MODELS.items()
     }
     caption = (
-        "Steps to a validation loss of 2.5, 2.0 and 1.8, in bits and in nats, validated every 250 steps; one dot a "
-        "seed, a cross where it never came."
+        "Steps to a validation loss of 2.5, 2.0 and 1.8, in bits and in nats, validated every 250 steps on the first "
+        "262,144 characters of the validation split; one dot per seed, a cross where it never came. Diamonds: "
+        "published for enwik8, in bits."
     )
     steps = max(e.configs[label].train.steps for label in MODELS.values())
-    return milestones("reproduction-milestones", caption, rows, levels, steps)
+    said = e.published("convergence", "enwik8, baseline and TSA")["steps"]
+    published = {(name, f"{level} bits"): step for name in MODELS if "enwik8" in name for level, step in said.items()}
+    return milestones("reproduction-milestones", caption, rows, levels, steps, published)
