@@ -30,7 +30,7 @@ def test_the_tables_are_those_of_results():
 
 
 def test_the_tables_are_there():
-    assert README.count("<!-- end -->") == 5
+    assert README.count("<!-- end -->") == 6
     assert re.search(r"\| shakespeare\.dense \(n=5\) ", README)
     assert re.search(r"\| shakespeare\.tsa \(n=3\) ", README)
     assert re.search(r"\| shakespeare\.budget at 0\.4 \(n=5\) ", README)

@@ -11,7 +11,8 @@ from tests.studies.fakes import write_results
 from tokendepth.report.summary import Stat
 from tokendepth.results import read_rows
 from tokendepth.studies import tables
-from tokendepth.studies.document import document, write
+from tokendepth.studies.claims import claims
+from tokendepth.studies.document import Tally, document, write
 from tokendepth.studies.evidence import PAPER, Evidence, collapses
 from tokendepth.studies.findings import ALL, findings
 from tokendepth.studies.verdict import judge, judge_speedup
@@ -114,6 +115,49 @@ def test_without_numbers_nothing_is_claimed(tmp_path):
         own = finding.verdict in ("By the paper's own numbers.", "Note.")
         assert own or "not run" in finding.verdict, finding
         assert "not run" in finding.text, finding
+
+
+def test_a_number_that_stands_twice_is_counted_once():
+    tally = Tally()
+    for verdict in ("differs", "reproduced"):  # the first counts
+        tally.add(("TSA", "loss"), verdict)
+    tally.add(("TSA", "loss"), "reproduced", second=True)
+    lines = dict(line.strip("| ").split(" | ", 1) for line in tally.rows().splitlines())
+    assert lines["differs"] == "1 | 0"
+    assert lines["reproduced"] == "0 | 1"
+
+
+def test_claims_are_judged_soft_and_executed(evidence):
+    lines = {line.split(" | ")[0].strip("| "): line for line in claims(evidence).splitlines()[2:]}
+    assert lines["loss against dense at penalty 0.05"].endswith("| does not hold | does not hold |")
+    assert lines["halting probability before training"].endswith("| reproduced | — |")
+    assert "not run" not in claims(evidence)
+    assert claims(Evidence.read(Path("nowhere"))).count("not run") > 10
+
+
+def test_a_difference_between_experiments_is_taken_seed_by_seed(evidence):
+    """The fakes add 0.004 a seed to both, so the ratio moves less than either."""
+    against = evidence.against(tables.penalty(0.5), tables.DENSE, "soft", "loss")
+    assert against is not None
+    assert against.values == pytest.approx([0.19 * 0.5 / (1.44 + 0.004 * seed) for seed in range(3)])
+    assert evidence.against(tables.TSA, tables.DENSE, "soft", "nothing") is None
+
+
+def test_copy_and_sort_collapse_by_accuracy_alone(tmp_path):
+    write_results(tmp_path)
+    label = "synthetic.copy_tsa"
+    assert collapses(Evidence.read(tmp_path), label) is False, "a worse loss at the same accuracy is no collapse"
+    rows = read_rows(tmp_path / "reproduction.json")
+    for row in rows:
+        row["evaluation"]["hard"]["accuracy"] = 0.97
+    (tmp_path / "reproduction.json").write_text(json.dumps(rows))
+    assert collapses(Evidence.read(tmp_path), label) is True
+
+
+def test_a_miniature_says_no_verdicts(evidence):
+    page = document(replace(evidence, quick=True), {})
+    findings_part = page.split("## Findings")[1].split("## The paper's open questions")[0]
+    assert "**" not in findings_part
 
 
 def verdicts(evidence: Evidence) -> dict[str, str]:

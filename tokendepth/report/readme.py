@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 
 from tokendepth.files import write_bytes
+from tokendepth.report.records import Record
 from tokendepth.report.results import at_budgets, records
 from tokendepth.report.speed import headline
-from tokendepth.report.summary import group
+from tokendepth.report.summary import Stat, group
 from tokendepth.report.tables import markdown_table
 from tokendepth.results import Row, read_rows
 
-PART = re.compile(r"(<!-- (results|headline|training|faults): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PART = re.compile(r"(<!-- (results|headline|paper|training|faults): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def render(text: str, root: Path) -> str:
@@ -21,10 +22,50 @@ def render(text: str, root: Path) -> str:
     makers = {
         "results": lambda path: markdown_table(group(at_budgets(records(path))), brief=True),
         "headline": lambda path: headline([row for row in read_rows(path) if row["positions"] == "trained"]),
+        "paper": _paper_table,
         "training": _training_table,
         "faults": _faults_table,
     }
     return PART.sub(lambda m: m[1] + makers[m[2]](root / m[3]) + m[5], text)
+
+
+PAPER = {
+    ("Tiny-Shakespeare", "loss"): ("shakespeare", {"baseline": "dense", "TSA": "tsa-depth_penalty=0.001"}),
+    ("enwik8", "loss"): ("enwik8", {"baseline": "dense", "TSA": "tsa"}),
+    ("copy", "accuracy"): ("synthetic", {"copy baseline": "copy_dense", "copy TSA": "copy_tsa"}),
+    ("sort", "accuracy"): ("synthetic", {"sort baseline": "sort_dense", "sort TSA": "sort_tsa"}),
+}
+"""The paper's tasks and what is measured: its table and the rows in it, each with the run that repeats it."""
+
+
+def _paper_table(path: Path) -> str:
+    """The paper's main tables, as published beside what their models are worth when they are executed."""
+    titles = ["task", "model", "published", "TLOps saved, published", "ours, soft", "TLOps saved, soft"]
+    lines = [f"| {' | '.join([*titles, 'ours, executed', 'work skipped'])} |", "|---|---|--:|--:|--:|--:|--:|--:|"]
+    ours = {row.label: row for row in group(records(path))}
+    for (task, measure), (table, rows) in PAPER.items():
+        for published in read_rows(path.with_name("paper.json")):
+            if published["table"] != table or published["row"] not in rows:
+                continue
+            found = ours[f"{table}.{rows[published['row']]}"]
+            keys = [f"soft.{measure}", "tlops_saved_soft", f"hard.{measure}", "tlops_skipped"]
+            stats = [Stat(tuple(_number(record, key) for record in found.records)) for key in keys]
+            saved = published.get("tlops_saved", 0.0)
+            cells = [f"{task}, {measure}", "TSA" if found.method == "tsa" else "dense", f"{published[measure]:.4f}"]
+            cells += [f"{saved:.1%}", *(_spread(s, ".4f" if n % 2 == 0 else ".1%") for n, s in enumerate(stats))]
+            lines.append(f"| {' | '.join(cells)} |")
+    seeds = {len(ours[f"{table}.{label}"].records) for table, rows in PAPER.values() for label in rows.values()}
+    return "\n".join(lines) + f"\n\nMean ± standard deviation over {' to '.join(map(str, sorted(seeds)))} seeds.\n"
+
+
+def _number(record: Record, key: str) -> float:
+    number = record.number(*key.split("."))
+    assert number is not None, f"{record.name} has no {key}"
+    return number
+
+
+def _spread(stat: Stat, form: str) -> str:
+    return f"{stat.mean:{form}}" + ("" if stat.std is None else f" ± {stat.std:{form}}")
 
 
 def _training_table(path: Path) -> str:

@@ -105,7 +105,8 @@ class _Study:
             }
             taken |= set(configs)
             todo = grid.missing(configs, self.results / RUNS)
-            self.say(f"{len(configs)} runs, {len(todo)} without a row in {self.results / RUNS}")
+            different = grid.missing(configs)  # as miniatures some coincide
+            self.say(f"{len(different)} runs, {len(todo)} without a row in {self.results / RUNS}")
             progress = grid.fill(
                 configs,
                 self.out,
