@@ -91,6 +91,37 @@ def test_an_active_token_keeps_the_sigmoid_of_its_score_and_a_skipped_one_is_unt
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("execution", ["hard", "sparse"])
+def test_a_bypass_is_for_every_token_and_all_that_a_skipped_one_gets(execution):
+    """By hand for two routed blocks that nobody enters: h + b(norm(h)), and the same once more."""
+    method = method_of(budget(bypass=12).eval())
+    h = torch.randn(2, TIME, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = method.blocks[0](h, Pass())
+        for block in method.blocks[1:]:
+            x = F.layer_norm(expected, (32,))
+            ffn = block.bypass.ffn
+            inner = F.gelu(x @ ffn.up.weight.T + ffn.up.bias)
+            expected = expected + inner @ ffn.down.weight.T + ffn.down.bias
+        nobody = torch.zeros(2, 2, TIME, dtype=torch.bool)
+        found = method(h, Pass(execution, decisions=nobody)).hidden
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (found - method.blocks[0](h, Pass())).abs().max() > 0.1, "or it does nothing"
+
+
+def test_a_bypass_costs_its_products_whoever_is_active_and_no_work():
+    plain, beside = (method_of(budget(bypass=width)) for width in (0, 12))
+    for without, with_it in zip(plain.sites(TIME)[1:], beside.sites(TIME)[1:], strict=True):
+        assert with_it.always - without.always == 2 * 2 * 32 * 12
+        assert with_it.active == without.active
+        assert with_it.router == 2 * 12, "it reads what is there already"
+    assert plain.sites(TIME)[0] == beside.sites(TIME)[0], "the stem has none"
+    beside_block = 2 * 32 * 12 + 12 + 32 + (12 + 1)  # two matrices and their biases, and the router's reader
+    router = 32 * 16 + 16 + 16 + 1
+    added = sum(p.numel() for p in beside.parameters()) - sum(p.numel() for p in plain.parameters())
+    assert added == 2 * (beside_block - router)
+
+
 @pytest.mark.parametrize("share", [0.25, 0.4, 1.0])
 def test_training_holds_the_budget_at_every_step(share):
     model = budget(budget=share, dial=False).train()

@@ -1,19 +1,23 @@
 """Budget routing: TSA's router, trained so that the decision is a decision.
 
-    s_l = -r_l(norm(h)),   active_l = s_l > tau_l,   h <- h + active_l * sigmoid(s_l) * f_{l+1}(h)
+    s_l = -r_l(norm(h)),   active_l = s_l > tau_l,   h <- h + active_l * sigmoid(s_l) * f_{l+1}(h) + b_l(norm(h))
 
 `budget` names the share of tokens that each routed block works on. While training, tau is the batch's own quantile, so
 the budget is held at every step and a skipped token is skipped: what the model learns is what will be executed. In
 evaluation tau is a fixed number per block, calibrated on training text, so a decision depends on its own token's past
-and on nothing else. Three things make it work (docs/LOG.md has what did not):
+and on nothing else. What makes it work (docs/LOG.md has what did not):
 
 - The router reads the normalised state; on the raw one it first has to learn how long the states of its layer are.
 - `dial`: every sequence draws a budget of its own, so that one model serves them all.
 - `distill`: every sequence also passes at full budget, and the pass at its own budget is drawn to what that predicts.
+- `bypass`: b_l, a small feed-forward network for every token, with one hidden layer for it and for the router. Without
+  one (b_l = 0) a skipped token's state waits unchanged for the next block that takes it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +26,7 @@ from torch import Tensor, nn
 from tokendepth.config import BudgetConfig, ModelConfig
 from tokendepth.methods.base import Method
 from tokendepth.methods.tsa import Router
-from tokendepth.model import Block, Pass, Spent, block_site
+from tokendepth.model import Block, FeedForward, Pass, Spent, block_site
 from tokendepth.ops.choose import choose
 from tokendepth.ops.compact import take
 from tokendepth.ops.enter_block import Entered
@@ -32,24 +36,76 @@ SMALLEST_DRAW = 0.15
 """Below the smallest budget that the dial promises, so that it is not at the edge of what was trained."""
 
 
+class Bypass(nn.Module):
+    """A small feed-forward network for every token, whose hidden layer the router reads.
+
+    Trained by what it gives to all tokens, that layer tells them apart better than one that decisions alone train.
+    """
+
+    def __init__(self, model: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.ffn = FeedForward(replace(model, d_ff=width))
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """`[batch, time, width]`, what the router reads, and `[batch, time, d]`, what is added to the state."""
+        features = F.gelu(self.ffn.up(_normalised(hidden)))
+        return features, self.dropout(self.ffn.down(features))
+
+
+class Reader(nn.Module):
+    """The router of a block with a bypass: halting logits from its hidden layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.logit = nn.Linear(width, 1)
+        nn.init.constant_(self.logit.bias, -1.0)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """`[batch, time, width] -> [batch, time]`, in float32 like any router's."""
+        with torch.autocast(features.device.type, enabled=False):
+            return self.logit(features.float()).squeeze(-1)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.logit.in_features
+
+
+class Asked(NamedTuple):
+    """What is known of every token before a block runs."""
+
+    halt: Tensor
+    """`[batch, time]`, the lower the sooner active."""
+    beside: Tensor | None
+    """`[batch, time, d]`: what the bypass adds, whoever is active."""
+    entered: Entered | None
+
+
 class BudgetBlock(Block):
-    """A block, the router that guards it, and the score above which a token is active."""
+    """A block, the router that guards it, what passes beside it, and the score above which a token is active."""
 
     threshold: Tensor
 
     def __init__(self, model: ModelConfig, layer: int, config: BudgetConfig) -> None:
         super().__init__(model, layer)
-        self.router = Router(model.d_model) if config.routing == "learned" else None
+        self.bypass = Bypass(model, config.bypass) if config.bypass else None
+        self.router: Router | Reader | None = None
+        if config.routing == "learned":
+            self.router = Reader(config.bypass) if config.bypass else Router(model.d_model)
         self.register_buffer("threshold", torch.tensor(0.0 if self.router else 1 - config.budget))
 
-    def enter_and_ask(self, hidden: Tensor) -> Entered:
-        return self.enter(hidden, self.router and self.router.weights(normed=True))
-
-    def halt(self, hidden: Tensor, dice: Callable[[], Tensor], entered: Entered | None = None) -> Tensor:
-        """`[batch, time]`, the lower the sooner active."""
-        if self.router is None:
-            return -dice()
-        return self.router(F.layer_norm(hidden, hidden.shape[-1:])) if entered is None else entered.logit
+    def ask(self, hidden: Tensor, dice: Callable[[], Tensor], *, enter: bool = False) -> Asked:
+        """`enter` also makes what sparse execution needs, where it can in one pass with the router's answer."""
+        features, beside = (None, None) if self.bypass is None else self.bypass(hidden)
+        fused = self.router.weights(normed=True) if isinstance(self.router, Router) else None
+        entered = self.enter(hidden, fused) if enter else None
+        if isinstance(self.router, Reader):
+            halt = self.router(features)
+        elif self.router is None:
+            halt = -dice()
+        else:
+            halt = self.router(_normalised(hidden)) if entered is None else entered.logit
+        return Asked(halt, beside, entered)
 
     def weight(self, halt: Tensor) -> Tensor:
         """What an active token keeps of its updates: the router's only way to learn what its decisions are worth."""
@@ -62,6 +118,7 @@ class Budget(Method):
     def __init__(self, model: ModelConfig, config: BudgetConfig) -> None:
         super().__init__(model, config)
         self.budget, self.dial, self.distill = config.budget, config.dial, config.distill
+        self.bypass_flops = 4 * model.d_model * config.bypass
         routed = [BudgetBlock(model, layer, config) for layer in range(1, model.n_layer)]
         self.blocks = nn.ModuleList([Block(model, 0), *routed])
 
@@ -79,8 +136,7 @@ class Budget(Method):
         for number, (block, given) in enumerate(
             zip(routed, run.thresholds([b.threshold for b in routed]), strict=True)
         ):
-            entered = block.enter_and_ask(hidden) if run.execution == "sparse" else None
-            halt = block.halt(hidden, partial(_dice, entering, number), entered)
+            halt, beside, entered = block.ask(hidden, partial(_dice, entering, number), enter=run.execution == "sparse")
             if run.calibrate is not None:
                 block.threshold.copy_(_between(-halt, 1 - run.calibrate))
             active, listed = choose(halt, given, run.valid, states=None if entered is None else hidden)
@@ -89,6 +145,7 @@ class Budget(Method):
                 hidden = block.forward_active(hidden, run, active, halt=logit, entered=entered, listed=listed)
             else:
                 hidden = block(hidden, run, gate=block.weight(halt) * active)
+            hidden = hidden if beside is None else hidden + beside
             work.append(active.float())
         return Spent(hidden, DepthTrace(torch.stack(work), sites, run.execution), {})
 
@@ -102,7 +159,7 @@ class Budget(Method):
         hidden = self.blocks[0](hidden, run)
         work = [torch.ones(batch, hidden.shape[1], device=hidden.device)]
         for block in self._routed():
-            halt = block.halt(hidden, partial(torch.rand, hidden.shape[:2], device=hidden.device))
+            halt, beside, _ = block.ask(hidden, partial(torch.rand, hidden.shape[:2], device=hidden.device))
             own, weight = -halt[:batch].detach(), block.weight(halt)
             if budgets is None:
                 rows = self._at_budget(own)
@@ -113,6 +170,7 @@ class Budget(Method):
             else:
                 active = (own > _quantile(own, 1 - budgets)).float()
                 hidden = block(hidden, run, gate=torch.cat([active, torch.ones_like(halt[batch:])]) * weight)
+            hidden = hidden if beside is None else hidden + beside
             work.append(active)
         trace = DepthTrace(torch.stack(work), sites, run.execution)
         if not self.distill:
@@ -144,11 +202,12 @@ class Budget(Method):
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         stem = block_site(self.model, "block 0", keys, routed=False)
-        router = sum(router.flops for router in self.routers()[:1])
+        router = sum(block.router.flops for block in self._routed()[:1] if block.router)
         layers = range(1, self.model.n_layer)
-        return (stem, *(block_site(self.model, f"block {n}", keys, routed=True, router=router) for n in layers))
+        routed = [block_site(self.model, f"block {n}", keys, routed=True, router=router) for n in layers]
+        return (stem, *(replace(site, always=site.always + self.bypass_flops) for site in routed))
 
-    def routers(self) -> list[Router]:
+    def routers(self) -> list[nn.Module]:
         return [block.router for block in self._routed() if block.router]
 
     @property
@@ -162,6 +221,10 @@ class Budget(Method):
 
     def _routed(self) -> list[BudgetBlock]:
         return [block for block in self.blocks if isinstance(block, BudgetBlock)]
+
+
+def _normalised(hidden: Tensor) -> Tensor:
+    return F.layer_norm(hidden, hidden.shape[-1:])
 
 
 def _quantile(scores: Tensor, level: float | Tensor) -> Tensor:
