@@ -69,7 +69,7 @@ def _draw(axes: Axes, one: Points, top: float, *, pale: bool) -> object:
         xs, ys, spreads = zip(*inside, strict=True)
         bars = spreads if any(spreads) else None
         drawn = axes.errorbar(xs, ys, bars, linestyle=one.line, linewidth=1.2, capsize=2, **look)
-    for x, y, _ in above if one.line == "none" else above[:1]:  # of a line, where it leaves
+    for x, y, _ in above if one.line == "none" else above[-1:]:  # of a line, where it leaves
         (edge,) = axes.plot([x], [top], linestyle="none", clip_on=False, **look)
         drawn = drawn or edge
         if not pale:
