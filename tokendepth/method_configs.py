@@ -39,7 +39,7 @@ class BudgetConfig:
     distill: float = 1.0
     """Weight of learning from the same model's pass at full budget, which doubles the training step; 0 is without."""
     bypass: int = 0
-    """Width of a small feed-forward network beside each routed block, for every token; the router reads it. 0: none."""
+    """Width of a small feed-forward network beside each routed block, for every token, active or not; 0 is none."""
     routing: Literal["learned", "random"] = "learned"
     """random throws dice instead of asking a router: the control."""
 

@@ -1,6 +1,6 @@
 """Budget routing: TSA's router, trained so that the decision is a decision.
 
-    s_l = -r_l(norm(h)),   active_l = s_l > tau_l,   h <- h + active_l * sigmoid(s_l) * f_{l+1}(h) + b_l(norm(h))
+    s_l = -r_l(norm(h)),   active_l = s_l > tau_l,   h <- h + active_l * sigmoid(s_l) * f_{l+1}(h) + b_l(h)
 
 `budget` names the share of tokens that each routed block works on. While training, tau is the batch's own quantile, so
 the budget is held at every step and a skipped token is skipped: what the model learns is what will be executed. In
@@ -10,14 +10,13 @@ and on nothing else. What makes it work (docs/LOG.md has what did not):
 - The router reads the normalised state; on the raw one it first has to learn how long the states of its layer are.
 - `dial`: every sequence draws a budget of its own, so that one model serves them all.
 - `distill`: every sequence also passes at full budget, and the pass at its own budget is drawn to what that predicts.
-- `bypass`: b_l, a small feed-forward network for every token, with one hidden layer for it and for the router. Without
-  one (b_l = 0) a skipped token's state waits unchanged for the next block that takes it.
+- `bypass`: b_l, a small feed-forward network for every token. Without one (b_l = 0) a skipped token's state waits
+  unchanged for the next block that takes it.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,48 +36,16 @@ SMALLEST_DRAW = 0.15
 
 
 class Bypass(nn.Module):
-    """A small feed-forward network for every token, whose hidden layer the router reads.
-
-    Trained by what it gives to all tokens, that layer tells them apart better than one that decisions alone train.
-    """
+    """A small feed-forward network for every token, beside the block that only some enter."""
 
     def __init__(self, model: ModelConfig, width: int) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(model.d_model)
         self.ffn = FeedForward(replace(model, d_ff=width))
         self.dropout = nn.Dropout(model.dropout)
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """`[batch, time, width]`, what the router reads, and `[batch, time, d]`, what is added to the state."""
-        features = F.gelu(self.ffn.up(_normalised(hidden)))
-        return features, self.dropout(self.ffn.down(features))
-
-
-class Reader(nn.Module):
-    """The router of a block with a bypass: halting logits from its hidden layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.logit = nn.Linear(width, 1)
-        nn.init.constant_(self.logit.bias, -1.0)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """`[batch, time, width] -> [batch, time]`, in float32 like any router's."""
-        with torch.autocast(features.device.type, enabled=False):
-            return self.logit(features.float()).squeeze(-1)
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.logit.in_features
-
-
-class Asked(NamedTuple):
-    """What is known of every token before a block runs."""
-
-    halt: Tensor
-    """`[batch, time]`, the lower the sooner active."""
-    beside: Tensor | None
-    """`[batch, time, d]`: what the bypass adds, whoever is active."""
-    entered: Entered | None
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.dropout(self.ffn(self.norm(hidden)))
 
 
 class BudgetBlock(Block):
@@ -88,24 +55,22 @@ class BudgetBlock(Block):
 
     def __init__(self, model: ModelConfig, layer: int, config: BudgetConfig) -> None:
         super().__init__(model, layer)
+        self.router = Router(model.d_model) if config.routing == "learned" else None
         self.bypass = Bypass(model, config.bypass) if config.bypass else None
-        self.router: Router | Reader | None = None
-        if config.routing == "learned":
-            self.router = Reader(config.bypass) if config.bypass else Router(model.d_model)
         self.register_buffer("threshold", torch.tensor(0.0 if self.router else 1 - config.budget))
 
-    def ask(self, hidden: Tensor, dice: Callable[[], Tensor], *, enter: bool = False) -> Asked:
-        """`enter` also makes what sparse execution needs, where it can in one pass with the router's answer."""
-        features, beside = (None, None) if self.bypass is None else self.bypass(hidden)
-        fused = self.router.weights(normed=True) if isinstance(self.router, Router) else None
-        entered = self.enter(hidden, fused) if enter else None
-        if isinstance(self.router, Reader):
-            halt = self.router(features)
-        elif self.router is None:
-            halt = -dice()
-        else:
-            halt = self.router(_normalised(hidden)) if entered is None else entered.logit
-        return Asked(halt, beside, entered)
+    def enter_and_ask(self, hidden: Tensor) -> Entered:
+        return self.enter(hidden, self.router and self.router.weights(normed=True))
+
+    def halt(self, hidden: Tensor, dice: Callable[[], Tensor], entered: Entered | None = None) -> Tensor:
+        """`[batch, time]`, the lower the sooner active."""
+        if self.router is None:
+            return -dice()
+        return self.router(F.layer_norm(hidden, hidden.shape[-1:])) if entered is None else entered.logit
+
+    def beside(self, hidden: Tensor) -> Tensor | None:
+        """What every token gets, active or not; to be asked before the block, which may change `hidden` in place."""
+        return None if self.bypass is None else self.bypass(hidden)
 
     def weight(self, halt: Tensor) -> Tensor:
         """What an active token keeps of its updates: the router's only way to learn what its decisions are worth."""
@@ -136,7 +101,8 @@ class Budget(Method):
         for number, (block, given) in enumerate(
             zip(routed, run.thresholds([b.threshold for b in routed]), strict=True)
         ):
-            halt, beside, entered = block.ask(hidden, partial(_dice, entering, number), enter=run.execution == "sparse")
+            entered = block.enter_and_ask(hidden) if run.execution == "sparse" else None
+            halt, beside = block.halt(hidden, partial(_dice, entering, number), entered), block.beside(hidden)
             if run.calibrate is not None:
                 block.threshold.copy_(_between(-halt, 1 - run.calibrate))
             active, listed = choose(halt, given, run.valid, states=None if entered is None else hidden)
@@ -159,8 +125,8 @@ class Budget(Method):
         hidden = self.blocks[0](hidden, run)
         work = [torch.ones(batch, hidden.shape[1], device=hidden.device)]
         for block in self._routed():
-            halt, beside, _ = block.ask(hidden, partial(torch.rand, hidden.shape[:2], device=hidden.device))
-            own, weight = -halt[:batch].detach(), block.weight(halt)
+            halt = block.halt(hidden, partial(torch.rand, hidden.shape[:2], device=hidden.device))
+            own, weight, beside = -halt[:batch].detach(), block.weight(halt), block.beside(hidden)
             if budgets is None:
                 rows = self._at_budget(own)
                 active = torch.zeros_like(own.flatten()).index_fill(0, rows, 1.0).view_as(own)
@@ -202,12 +168,12 @@ class Budget(Method):
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         stem = block_site(self.model, "block 0", keys, routed=False)
-        router = sum(block.router.flops for block in self._routed()[:1] if block.router)
+        router = sum(router.flops for router in self.routers()[:1])
         layers = range(1, self.model.n_layer)
         routed = [block_site(self.model, f"block {n}", keys, routed=True, router=router) for n in layers]
         return (stem, *(replace(site, always=site.always + self.bypass_flops) for site in routed))
 
-    def routers(self) -> list[nn.Module]:
+    def routers(self) -> list[Router]:
         return [block.router for block in self._routed() if block.router]
 
     @property
@@ -221,10 +187,6 @@ class Budget(Method):
 
     def _routed(self) -> list[BudgetBlock]:
         return [block for block in self.blocks if isinstance(block, BudgetBlock)]
-
-
-def _normalised(hidden: Tensor) -> Tensor:
-    return F.layer_norm(hidden, hidden.shape[-1:])
 
 
 def _quantile(scores: Tensor, level: float | Tensor) -> Tensor:
