@@ -112,8 +112,8 @@ def test_a_bypass_is_for_every_token_and_all_that_a_skipped_one_gets(execution):
 def test_a_bypass_costs_its_products_whoever_is_active_and_no_work():
     plain, beside = (method_of(budget(bypass=width)) for width in (0, 12))
     for without, with_it in zip(plain.sites(TIME)[1:], beside.sites(TIME)[1:], strict=True):
-        assert with_it.always - without.always == 2 * 2 * 32 * 12
-        assert (with_it.active, with_it.router) == (without.active, without.router)
+        assert with_it.router - without.router == 2 * 2 * 32 * 12, "the dense model, to which it is compared, has none"
+        assert (with_it.active, with_it.always) == (without.active, without.always)
     assert plain.sites(TIME)[0] == beside.sites(TIME)[0], "the stem has none"
     added = sum(p.numel() for p in beside.parameters()) - sum(p.numel() for p in plain.parameters())
     assert added == 2 * (2 * 32 * 12 + 12 + 32 + 2 * 32), "two matrices with their biases, and the norm"

@@ -39,8 +39,8 @@ def evaluation(config: RunConfig, seed: int, *, executed_worse: float = 0.16) ->
     return {
         "version": 1, "parameters": 1_000_000 * layers, **figures, "tlops_saved_soft": saved, "tlops_skipped": saved,
         "flops_skipped": 0.8 * saved, "flops_per_token": 1e6 * layers * (1 - 0.8 * saved), "curve": curve,
-        "controls": {"untrained_router_hard": {"loss": 1.48}, "random_decisions_hard": {"loss": 1.66},
-                     "kept_weights_hard": {"loss": 1.5}},
+        "controls": {"untrained_router_hard": {"loss": 1.48, "active_fraction": 1.0},
+                     "random_decisions_hard": {"loss": 1.66}, "kept_weights_hard": {"loss": 1.5}},
     }  # fmt: skip
 
 

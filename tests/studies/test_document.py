@@ -158,6 +158,27 @@ def test_a_miniature_says_no_verdicts(evidence):
     page = document(replace(evidence, quick=True), {})
     findings_part = page.split("## Findings")[1].split("## The paper's open questions")[0]
     assert "**" not in findings_part
+    claimed = findings_part.split("### Claims in the text")[1]
+    assert not any(f"| {verdict} |" in claimed for verdict in ("reproduced", "differs", "holds", "does not hold"))
+
+
+def test_savings_of_exits_that_were_only_counted_are_judged_by_taking_them(tmp_path):
+    write_results(tmp_path)
+    rows = read_rows(tmp_path / "reproduction.json")
+    for row in rows:
+        for point in row["evaluation"]["curve"]:
+            point["sparse"]["loss"] *= 2
+    (tmp_path / "reproduction.json").write_text(json.dumps(rows))
+    page = document(Evidence.read(tmp_path), {})
+    second = page.split("### Early exit\n")[1].split("**A second reading.**")[1].split("###")[0]
+    lines = [line for line in second.splitlines() if "TLOps saved" in line]
+    assert len(lines) == 13
+    assert all(line.endswith("| not supported |") for line in lines)
+
+
+def test_without_rows_no_time_is_of_another_machine(tmp_path):
+    page = document(Evidence.read(tmp_path), {})
+    assert "| other machine | 0 | 0 |" in page
 
 
 def verdicts(evidence: Evidence) -> dict[str, str]:

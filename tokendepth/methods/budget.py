@@ -170,8 +170,8 @@ class Budget(Method):
         stem = block_site(self.model, "block 0", keys, routed=False)
         router = sum(router.flops for router in self.routers()[:1])
         layers = range(1, self.model.n_layer)
-        routed = [block_site(self.model, f"block {n}", keys, routed=True, router=router) for n in layers]
-        return (stem, *(replace(site, always=site.always + self.bypass_flops) for site in routed))
+        extra = router + self.bypass_flops
+        return (stem, *(block_site(self.model, f"block {n}", keys, routed=True, router=extra) for n in layers))
 
     def routers(self) -> list[Router]:
         return [block.router for block in self._routed() if block.router]

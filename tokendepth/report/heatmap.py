@@ -47,9 +47,10 @@ def token_map(passage: Passage, name: str, title: str) -> Drawing:
             _panel(axes, drawn, passage.sites, grid)
         shown = sum(map(len, drawn))
         part = "" if len(lines) == len(drawn) else f" First {shown} of {len(passage.pieces)} tokens."
+        panels = " Above, the gates as weights; below, the decisions at the threshold." if len(modes) > 1 else ""
         caption = (
             f"{title}: each token above one row per router, which is named by the block that it guards. Teal: active; "
-            f"vermillion: halted. Above, the gates as weights; below, the decisions at the threshold.{part}"
+            f"vermillion: halted.{panels}{part}"
         )
         return render(figure, name, caption)
 

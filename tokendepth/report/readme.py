@@ -42,20 +42,26 @@ def _paper_table(path: Path) -> str:
     """The paper's main tables, as published beside what their models are worth when they are executed."""
     titles = ["task", "model", "published", "TLOps saved, published", "ours, soft", "TLOps saved, soft"]
     lines = [f"| {' | '.join([*titles, 'ours, executed', 'work skipped'])} |", "|---|---|--:|--:|--:|--:|--:|--:|"]
-    ours = {row.label: row for row in group(records(path))}
+    ours = {re.sub(r"-seed\d+$", "", row.label): row for row in group(records(path))}
+    seeds = []
     for (task, measure), (table, rows) in PAPER.items():
         for published in read_rows(path.with_name("paper.json")):
             if published["table"] != table or published["row"] not in rows:
                 continue
-            found = ours[f"{table}.{rows[published['row']]}"]
+            saved = f"{published['tlops_saved']:.1%}" if "tlops_saved" in published else "\u2014"
+            model = "TSA" if published["row"].endswith("TSA") else "dense"
+            cells = [f"{task}, {measure}", model, f"{published[measure]:.4f}", saved]
+            found = ours.get(f"{table}.{rows[published['row']]}")
+            if found is None:
+                lines.append(f"| {' | '.join([*cells, *['not run'] * 4])} |")
+                continue
             keys = [f"soft.{measure}", "tlops_saved_soft", f"hard.{measure}", "tlops_skipped"]
             stats = [Stat(tuple(_number(record, key) for record in found.records)) for key in keys]
-            saved = published.get("tlops_saved", 0.0)
-            cells = [f"{task}, {measure}", "TSA" if found.method == "tsa" else "dense", f"{published[measure]:.4f}"]
-            cells += [f"{saved:.1%}", *(_spread(s, ".4f" if n % 2 == 0 else ".1%") for n, s in enumerate(stats))]
+            cells += [_spread(stat, ".4f" if n % 2 == 0 else ".1%") for n, stat in enumerate(stats)]
             lines.append(f"| {' | '.join(cells)} |")
-    seeds = {len(ours[f"{table}.{label}"].records) for table, rows in PAPER.values() for label in rows.values()}
-    return "\n".join(lines) + f"\n\nMean ± standard deviation over {' to '.join(map(str, sorted(seeds)))} seeds.\n"
+            seeds.append(len(found.records))
+    many = "no" if not seeds else f"{min(seeds)}" if min(seeds) == max(seeds) else f"{min(seeds)} to {max(seeds)}"
+    return "\n".join(lines) + f"\n\nMean ± standard deviation over {many} seeds of this command.\n"
 
 
 def _number(record: Record, key: str) -> float:

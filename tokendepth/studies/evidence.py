@@ -19,6 +19,8 @@ RUN_FILES = ("reproduction.json", "shakespeare.json")
 """The first has precedence; the other holds runs of the same experiments that were made before."""
 PAPER = Path(__file__).parents[2] / "results" / "paper.json"
 """Facts, not results: the same whatever is reproduced where."""
+COLLAPSE = 1.02
+"""A loss so many times that of the same model unexecuted is a collapse."""
 BITS = 1.4426950408889634
 """A nat in bits."""
 
@@ -134,7 +136,7 @@ def collapses(evidence: Evidence, label: str) -> bool | None:
         soft, hard = evidence.stat(label, "soft", "accuracy"), evidence.stat(label, "hard", "accuracy")
         return None if soft is None or hard is None else hard.mean < soft.mean - 0.01
     soft, hard = evidence.stat(label, "soft", "loss"), evidence.stat(label, "hard", "loss")
-    return None if soft is None or hard is None else hard.mean > 1.02 * soft.mean
+    return None if soft is None or hard is None else hard.mean > COLLAPSE * soft.mean
 
 
 def by_experiment(rows: list[Row]) -> dict[str, dict[int, Row]]:

@@ -122,8 +122,9 @@ def _exits(e: Evidence) -> Drawing | None:
         _dense(e),
     ]
     caption = (
-        "Early exit at 13 thresholds against TSA at penalty 0.001, published and ours. Ours is executed and counts the "
-        "stem once; dense models of n layers stand at (n - 1) / 5. Bars: standard deviations."
+        "Early exit at 13 thresholds against TSA at penalty 0.001, published and ours. Ours counts the stem once and "
+        "is executed, but for hollow circles, where exits are counted and not taken; dense models of n layers stand at "
+        "(n - 1) / 5. Bars: standard deviations."
     )
     return scatter("reproduction-early-exit", caption, LOSS, {"published": left, "ours (other scale)": right})
 

@@ -149,8 +149,7 @@ def scaling(e: Evidence) -> str:
         "`tokendepth reproduce scaling`: enwik8, 1,500 steps of the paper's recipe, one seed, the first 1,048,576 "
         "characters of the validation split: a first look, trained far from the end.\n\n"
         + "\n".join(lines)
-        + f"\n\n**First answer.** {'. '.join(said)}. After so few steps a larger model is not yet much better than a "
-        "smaller one, and one seed is one seed."
+        + f"\n\n**First answer.** {'. '.join(said)}. One seed is one seed."
     )
 
 

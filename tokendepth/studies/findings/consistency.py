@@ -35,8 +35,8 @@ def enwik8_text(e: Evidence) -> Finding:
     text = (
         f"Dense enwik8, the same models: {show(whole)} bits per character over the five million characters of the "
         f"validation split ({show(in_bytes)} bits per byte), {show(part)} over its first 262,144; published "
-        f"{published}, from 20 random batches of an unnamed part. The text decides about more than any method does: "
-        "compare only numbers of one column. And bits per character are not the bits per byte in which enwik8 is "
+        f"{published}, from 20 random batches of an unnamed part. Numbers taken on different text do not compare. And "
+        "bits per character are not the bits per byte in which enwik8 is "
         "usually reported: some of its characters take several bytes."
     )
     return Finding("What the enwik8 loss depends on", f"{NOT_RUN if whole is None else 'Note'}.", text)

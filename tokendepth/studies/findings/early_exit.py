@@ -124,7 +124,11 @@ def outlier(e: Evidence) -> Finding:
     tsa = e.published("matched", "TSA")["loss"]
     ours = ", ".join(f"{t:.2f}: {show(e.at_threshold(EARLY_EXIT, t, 'sparse', 'loss'))}" for t in rows)
     column = [e.published("early-exit", f"threshold {t:.2f}")["loss"] for t in PAPER_THRESHOLDS]
-    off = [abs(here - (left + right) / 2) for left, here, right in zip(column, column[1:], column[2:], strict=False)]
+    at = list(PAPER_THRESHOLDS)
+    off = [
+        abs(column[i] - column[i - 1] - (column[i + 1] - column[i - 1]) * (at[i] - at[i - 1]) / (at[i + 1] - at[i - 1]))
+        for i in range(1, len(at) - 1)
+    ]
     scatter = f"{sum(off) / len(off):.4f} in the mean, {sorted(off)[-2]:.4f} for the next worst"
     text = (
         f"The comparison rests on one row: {rows[0.75]} at threshold 0.75, between {rows[0.8]} at 0.80 and {rows[0.7]} "

@@ -17,6 +17,8 @@ def hard_execution(e: Evidence) -> Finding:
     answers = [a for a in (collapses(e, label) for label in models.values()) if a is not None]
     verdict = NOT_RUN if not answers else "Not supported" if any(answers) else "Holds"
 
+    kept = show(e.stat(TSA, "controls", "untrained_router_hard", "active_fraction"), ".0%")
+
     def controls(control: str) -> str:
         return ", ".join(show(e.stat(label, "controls", control, "loss")) for label in models.values())
 
@@ -27,11 +29,9 @@ def hard_execution(e: Evidence) -> Finding:
     text = (
         "The paper trains a gate that scales every layer's update, counts one minus the gate as saved, and says that "
         "the routing transfers directly to sparse execution; it never evaluates a trained model at its threshold. We "
-        "do. "
-        + "; ".join(said)
-        + ". Controls, in the same order. The same blocks with every token kept whole, nothing skipped (which is what "
-        f"untrained routers decide): {controls('untrained_router_hard')}; what these lose against soft is the rounding "
-        "of weights up to 1, and only the rest is skipping. The same decisions, with tokens that stay keeping their "
+        "do. " + "; ".join(said) + ". Controls, in the same order. The same blocks with untrained routers, which keep "
+        f"{kept} of the tokens whole: {controls('untrained_router_hard')}; against soft, that is what rounding the "
+        "weights up to 1 does without any skipping. The same decisions, with tokens that stay keeping their "
         f"weight as they were trained: {controls('kept_weights_hard')}. Dice in the routers' place, at the same "
         f"fractions: {controls('random_decisions_hard')}. Of the gates' variance, {shares} is the layer's mean alone: "
         "where that is most of it, the gate is a volume knob for a layer rather than a switch for a token. A saving "
@@ -112,9 +112,8 @@ def wall_clock(e: Evidence) -> Finding:
         f"Published at active fraction 0.726: {published}x, on an untrained model whose active tokens are the first of "
         f"every sequence. Ours at the same shape and batch: {'; '.join(said)}. Soft gating, which skips nothing: "
         f"{NOT_RUN if soft is None else format(soft['speedup'], '.3f') + 'x'}. This is the paper's protocol: float32, "
-        "the library called op by op, each block waiting for its count of tokens; on an H200 so small a model is over "
-        "before its ops are asked for. What compiled code and our kernels make of the same shape, on a CPU and on a "
-        "GPU, with trained decisions too, is in [SPEED.md](SPEED.md)."
+        "the library called op by op, each block waiting for its count of tokens. What compiled code and our kernels "
+        "make of the same shape, on a CPU and on a GPU, with trained decisions too, is in [SPEED.md](SPEED.md)."
     )
     return Finding("Wall-clock", f"{verdict}.", text)
 
@@ -131,7 +130,7 @@ def what_survives(e: Evidence) -> Finding:
         f"executed, {show(loss)} at active fraction {show(alpha, '.3f')}, "
         f"{show(e.stat(tables.BUDGET, 'flops_skipped'), '.1%')} of the FLOPs skipped; dense "
         f"{show(e.stat(DENSE, 'hard', 'loss'))}. Its training step costs two passes, which is a regulariser of its own "
-        "on so small a text ([README](../README.md)). On enwik8 it does not hold its quality yet ([log](LOG.md)): in "
-        f"the scaling study below, executed against dense of the same size, {', '.join(scales) or NOT_RUN}."
+        "on so small a text ([README](../README.md)). On enwik8, executed against dense of the same size in the "
+        f"scaling study below: {', '.join(scales) or NOT_RUN} ([log](LOG.md))."
     )
     return Finding("What survives execution", "Note.", text)
