@@ -61,7 +61,6 @@ CASES: dict[str, MethodConfig] = {name: METHOD_CONFIGS[name]() for name in METHO
 CASES["tsa-ffn"] = TSAConfig(skip="ffn")
 CASES["budget-plain"] = BudgetConfig(dial=False, distill=0)
 CASES["budget-random"] = BudgetConfig(routing="random")
-CASES["budget-bypass"] = BudgetConfig(bypass=24)
 CASES["mod-router"] = MoDConfig(decides="router", every=1, capacity=0.5)
 CASES["early_exit"] = EarlyExitConfig(threshold=0.4)  # untrained, no token is as sure as 0.9
 CASES["early_exit-learned"] = EarlyExitConfig("learned")

@@ -38,15 +38,12 @@ class BudgetConfig:
     """Train every sequence at a budget of its own, so that one model serves them all; off trains at `budget` alone."""
     distill: float = 1.0
     """Weight of learning from the same model's pass at full budget, which doubles the training step; 0 is without."""
-    bypass: int = 0
-    """Width of a small feed-forward network beside each routed block, for every token, active or not; 0 is none."""
     routing: Literal["learned", "random"] = "learned"
     """random throws dice instead of asking a router: the control."""
 
     def __post_init__(self) -> None:
         check_types(self, "method")
         check_budget("method.budget", self.budget)
-        check_range("method.bypass", self.bypass, 0, 1_000_000)
         check_range("method.distill", self.distill, 0, 1000)
 
 

@@ -24,7 +24,7 @@ class Site:
     active: float
     """Spent on a token that is worked on: queries, its attention row, output projection, feed-forward."""
     router: float = 0.0
-    """Spent on every token on what the plain dense model has not: deciding, and whatever stands in for the block."""
+    """Spent on deciding."""
     blocks: int = 1
     """How many blocks a token passes there: what it counts in token-layer operations."""
 

@@ -91,34 +91,6 @@ def test_an_active_token_keeps_the_sigmoid_of_its_score_and_a_skipped_one_is_unt
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("execution", ["hard", "sparse"])
-def test_a_bypass_is_for_every_token_and_all_that_a_skipped_one_gets(execution):
-    """By hand for two routed blocks that nobody enters: h + b(norm(h)), and the same once more."""
-    method = method_of(budget(bypass=12).eval())
-    h = torch.randn(2, TIME, 32, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = method.blocks[0](h, Pass())
-        for block in method.blocks[1:]:
-            x = F.layer_norm(expected, (32,), block.bypass.norm.weight, block.bypass.norm.bias)
-            ffn = block.bypass.ffn
-            inner = F.gelu(x @ ffn.up.weight.T + ffn.up.bias)
-            expected = expected + inner @ ffn.down.weight.T + ffn.down.bias
-        nobody = torch.zeros(2, 2, TIME, dtype=torch.bool)
-        found = method(h, Pass(execution, decisions=nobody)).hidden
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert (found - method.blocks[0](h, Pass())).abs().max() > 0.1, "or it does nothing"
-
-
-def test_a_bypass_costs_its_products_whoever_is_active_and_no_work():
-    plain, beside = (method_of(budget(bypass=width)) for width in (0, 12))
-    for without, with_it in zip(plain.sites(TIME)[1:], beside.sites(TIME)[1:], strict=True):
-        assert with_it.router - without.router == 2 * 2 * 32 * 12, "the dense model, to which it is compared, has none"
-        assert (with_it.active, with_it.always) == (without.active, without.always)
-    assert plain.sites(TIME)[0] == beside.sites(TIME)[0], "the stem has none"
-    added = sum(p.numel() for p in beside.parameters()) - sum(p.numel() for p in plain.parameters())
-    assert added == 2 * (2 * 32 * 12 + 12 + 32 + 2 * 32), "two matrices with their biases, and the norm"
-
-
 @pytest.mark.parametrize("share", [0.25, 0.4, 1.0])
 def test_training_holds_the_budget_at_every_step(share):
     model = budget(budget=share, dial=False).train()

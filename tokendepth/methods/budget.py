@@ -1,21 +1,18 @@
 """Budget routing: TSA's router, trained so that the decision is a decision.
 
-    s_l = -r_l(norm(h)),   active_l = s_l > tau_l,   h <- h + active_l * sigmoid(s_l) * f_{l+1}(h) + b_l(h)
+    s_l = -r_l(norm(h)),   active_l = s_l > tau_l,   h <- h + active_l * sigmoid(s_l) * f_{l+1}(h)
 
 `budget` names the share of tokens that each routed block works on. While training, tau is the batch's own quantile, so
 the budget is held at every step and a skipped token is skipped: what the model learns is what will be executed. In
 evaluation tau is a fixed number per block, calibrated on training text, so a decision depends on its own token's past
-and on nothing else. What makes it work (docs/LOG.md has what did not):
+and on nothing else. Three things make it work (docs/LOG.md has what did not):
 
 - The router reads the normalised state; on the raw one it first has to learn how long the states of its layer are.
 - `dial`: every sequence draws a budget of its own, so that one model serves them all.
 - `distill`: every sequence also passes at full budget, and the pass at its own budget is drawn to what that predicts.
-- `bypass`: b_l, a small feed-forward network for every token. Without one (b_l = 0) a skipped token's state waits
-  unchanged for the next block that takes it.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,7 +22,7 @@ from torch import Tensor, nn
 from tokendepth.config import BudgetConfig, ModelConfig
 from tokendepth.methods.base import Method
 from tokendepth.methods.tsa import Router
-from tokendepth.model import Block, FeedForward, Pass, Spent, block_site
+from tokendepth.model import Block, Pass, Spent, block_site
 from tokendepth.ops.choose import choose
 from tokendepth.ops.compact import take
 from tokendepth.ops.enter_block import Entered
@@ -35,28 +32,14 @@ SMALLEST_DRAW = 0.15
 """Below the smallest budget that the dial promises, so that it is not at the edge of what was trained."""
 
 
-class Bypass(nn.Module):
-    """A small feed-forward network for every token, beside the block that only some enter."""
-
-    def __init__(self, model: ModelConfig, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(model.d_model)
-        self.ffn = FeedForward(replace(model, d_ff=width))
-        self.dropout = nn.Dropout(model.dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.dropout(self.ffn(self.norm(hidden)))
-
-
 class BudgetBlock(Block):
-    """A block, the router that guards it, what passes beside it, and the score above which a token is active."""
+    """A block, the router that guards it, and the score above which a token is active."""
 
     threshold: Tensor
 
     def __init__(self, model: ModelConfig, layer: int, config: BudgetConfig) -> None:
         super().__init__(model, layer)
         self.router = Router(model.d_model) if config.routing == "learned" else None
-        self.bypass = Bypass(model, config.bypass) if config.bypass else None
         self.register_buffer("threshold", torch.tensor(0.0 if self.router else 1 - config.budget))
 
     def enter_and_ask(self, hidden: Tensor) -> Entered:
@@ -67,10 +50,6 @@ class BudgetBlock(Block):
         if self.router is None:
             return -dice()
         return self.router(F.layer_norm(hidden, hidden.shape[-1:])) if entered is None else entered.logit
-
-    def beside(self, hidden: Tensor) -> Tensor | None:
-        """What every token gets, active or not; to be asked before the block, which may change `hidden` in place."""
-        return None if self.bypass is None else self.bypass(hidden)
 
     def weight(self, halt: Tensor) -> Tensor:
         """What an active token keeps of its updates: the router's only way to learn what its decisions are worth."""
@@ -83,7 +62,6 @@ class Budget(Method):
     def __init__(self, model: ModelConfig, config: BudgetConfig) -> None:
         super().__init__(model, config)
         self.budget, self.dial, self.distill = config.budget, config.dial, config.distill
-        self.bypass_flops = 4 * model.d_model * config.bypass
         routed = [BudgetBlock(model, layer, config) for layer in range(1, model.n_layer)]
         self.blocks = nn.ModuleList([Block(model, 0), *routed])
 
@@ -102,7 +80,7 @@ class Budget(Method):
             zip(routed, run.thresholds([b.threshold for b in routed]), strict=True)
         ):
             entered = block.enter_and_ask(hidden) if run.execution == "sparse" else None
-            halt, beside = block.halt(hidden, partial(_dice, entering, number), entered), block.beside(hidden)
+            halt = block.halt(hidden, partial(_dice, entering, number), entered)
             if run.calibrate is not None:
                 block.threshold.copy_(_between(-halt, 1 - run.calibrate))
             active, listed = choose(halt, given, run.valid, states=None if entered is None else hidden)
@@ -111,7 +89,6 @@ class Budget(Method):
                 hidden = block.forward_active(hidden, run, active, halt=logit, entered=entered, listed=listed)
             else:
                 hidden = block(hidden, run, gate=block.weight(halt) * active)
-            hidden = hidden if beside is None else hidden + beside
             work.append(active.float())
         return Spent(hidden, DepthTrace(torch.stack(work), sites, run.execution), {})
 
@@ -126,7 +103,7 @@ class Budget(Method):
         work = [torch.ones(batch, hidden.shape[1], device=hidden.device)]
         for block in self._routed():
             halt = block.halt(hidden, partial(torch.rand, hidden.shape[:2], device=hidden.device))
-            own, weight, beside = -halt[:batch].detach(), block.weight(halt), block.beside(hidden)
+            own, weight = -halt[:batch].detach(), block.weight(halt)
             if budgets is None:
                 rows = self._at_budget(own)
                 active = torch.zeros_like(own.flatten()).index_fill(0, rows, 1.0).view_as(own)
@@ -136,7 +113,6 @@ class Budget(Method):
             else:
                 active = (own > _quantile(own, 1 - budgets)).float()
                 hidden = block(hidden, run, gate=torch.cat([active, torch.ones_like(halt[batch:])]) * weight)
-            hidden = hidden if beside is None else hidden + beside
             work.append(active)
         trace = DepthTrace(torch.stack(work), sites, run.execution)
         if not self.distill:
@@ -170,8 +146,7 @@ class Budget(Method):
         stem = block_site(self.model, "block 0", keys, routed=False)
         router = sum(router.flops for router in self.routers()[:1])
         layers = range(1, self.model.n_layer)
-        extra = router + self.bypass_flops
-        return (stem, *(block_site(self.model, f"block {n}", keys, routed=True, router=extra) for n in layers))
+        return (stem, *(block_site(self.model, f"block {n}", keys, routed=True, router=router) for n in layers))
 
     def routers(self) -> list[Router]:
         return [block.router for block in self._routed() if block.router]
