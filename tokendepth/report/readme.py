@@ -57,7 +57,7 @@ def _paper_table(path: Path) -> str:
                 continue
             keys = [f"soft.{measure}", "tlops_saved_soft", f"hard.{measure}", "tlops_skipped"]
             stats = [Stat(tuple(_number(record, key) for record in found.records)) for key in keys]
-            cells += [_spread(stat, ".4f" if n % 2 == 0 else ".1%") for n, stat in enumerate(stats)]
+            cells += [stat.text(".4f" if n % 2 == 0 else ".1%") for n, stat in enumerate(stats)]
             lines.append(f"| {' | '.join(cells)} |")
             seeds.append(len(found.records))
     many = "no" if not seeds else f"{min(seeds)}" if min(seeds) == max(seeds) else f"{min(seeds)} to {max(seeds)}"
@@ -68,10 +68,6 @@ def _number(record: Record, key: str) -> float:
     number = record.number(*key.split("."))
     assert number is not None, f"{record.name} has no {key}"
     return number
-
-
-def _spread(stat: Stat, form: str) -> str:
-    return f"{stat.mean:{form}}" + ("" if stat.std is None else f" ± {stat.std:{form}}")
 
 
 def _training_table(path: Path) -> str:

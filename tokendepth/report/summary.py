@@ -40,6 +40,11 @@ class Stat:
         """Of the sample (n - 1); one value has none."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
+    def text(self, form: str) -> str:
+        """Mean and spread: `1.4439 ± 0.0052`."""
+        spread = "" if self.std is None else f" ± {self.std:{form.removeprefix('+')}}"
+        return f"{self.mean:{form}}{spread}"
+
 
 @dataclass(frozen=True)
 class Column:

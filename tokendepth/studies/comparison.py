@@ -126,12 +126,7 @@ def beside(outcomes: Outcomes, setting: Setting) -> tuple[str, str]:
     if found == OUTSIDE:
         return OUTSIDE, DASH
     dense, difference = found
-    return f"{dense.mean:.4f}", percent(difference)
-
-
-def percent(difference: Stat) -> str:
-    spread = f" ± {difference.std:.2%}" if difference.std is not None else ""
-    return f"{difference.mean:+.2%}{spread}"
+    return f"{dense.mean:.4f}", difference.text("+.2%")
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------

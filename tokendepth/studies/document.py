@@ -9,9 +9,10 @@ import textwrap
 from pathlib import Path
 
 from tokendepth.files import disk_faults, write_bytes
+from tokendepth.report.summary import COLLAPSE
 from tokendepth.results import Row
 from tokendepth.studies.claims import claims
-from tokendepth.studies.evidence import COLLAPSE, NOT_RUN, Evidence, collapses, needs_report_extra, show
+from tokendepth.studies.evidence import NOT_RUN, Evidence, collapses, needs_report_extra, show
 from tokendepth.studies.findings import findings
 from tokendepth.studies.findings.finding import Finding
 from tokendepth.studies.open_questions import convergence, open_questions
@@ -176,7 +177,7 @@ def _collapses(evidence: Evidence, line: Line) -> bool | None:
     counted, taken = (
         evidence.at_threshold(line.label, line.threshold, mode, "loss") for mode in ("read_early", "sparse")
     )
-    return None if counted is None or taken is None else taken.mean > COLLAPSE * counted.mean
+    return None if counted is None or taken is None else taken.mean > (1 + COLLAPSE) * counted.mean
 
 
 # --- tables of times --------------------------------------------------------------------------------------------------

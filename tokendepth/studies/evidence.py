@@ -9,7 +9,7 @@ from typing import Any
 from tokendepth.config import RunConfig, from_dict
 from tokendepth.errors import UserError
 from tokendepth.report.records import as_number
-from tokendepth.report.summary import Stat
+from tokendepth.report.summary import COLLAPSE, Stat
 from tokendepth.results import Row, read_rows
 from tokendepth.studies import tables
 from tokendepth.studies.grid import same
@@ -19,8 +19,6 @@ RUN_FILES = ("reproduction.json", "shakespeare.json")
 """The first has precedence; the other holds runs of the same experiments that were made before."""
 PAPER = Path(__file__).parents[2] / "results" / "paper.json"
 """Facts, not results: the same whatever is reproduced where."""
-COLLAPSE = 1.02
-"""A loss so many times that of the same model unexecuted is a collapse."""
 BITS = 1.4426950408889634
 """A nat in bits."""
 
@@ -31,8 +29,7 @@ def show(stat: Stat | None, form: str = ".4f", *, ran: bool = False) -> str:
         return "no variation" if ran else NOT_RUN
     if len(set(stat.values)) == 1 and form.startswith(","):  # a count of parameters has no spread
         return format(stat.mean, form)
-    spread = f" ± {stat.std:{form.removeprefix('+')}}" if stat.std is not None else ""
-    return f"{stat.mean:{form}}{spread} (n={len(stat.values)})"
+    return f"{stat.text(form)} (n={len(stat.values)})"
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ def collapses(evidence: Evidence, label: str) -> bool | None:
         soft, hard = evidence.stat(label, "soft", "accuracy"), evidence.stat(label, "hard", "accuracy")
         return None if soft is None or hard is None else hard.mean < soft.mean - 0.01
     soft, hard = evidence.stat(label, "soft", "loss"), evidence.stat(label, "hard", "loss")
-    return None if soft is None or hard is None else hard.mean > COLLAPSE * soft.mean
+    return None if soft is None or hard is None else hard.mean > (1 + COLLAPSE) * soft.mean
 
 
 def by_experiment(rows: list[Row]) -> dict[str, dict[int, Row]]:

@@ -71,7 +71,7 @@ def _groups(e: Evidence) -> str:
         for found in groups.values():
             stats = found.get(key)
             absent = ["none" if found else NOT_RUN] * 3
-            cells += absent if stats is None else [f"{stats[0].mean:.1%}", *map(_brief, stats[1:])]
+            cells += absent if stats is None else [f"{stats[0].mean:.1%}", *(depth.text(".3f") for depth in stats[1:])]
         lines.append(f"| {' | '.join([*key, *cells])} |")
     return "\n".join(lines if len(lines) > 2 else [*lines, f"| {NOT_RUN} |" + " |" * 7])
 
@@ -84,10 +84,6 @@ def _by_group(e: Evidence, label: str) -> dict[tuple[str, str], list[Stat]]:
             numbers = (group["share"], fmean(group["soft"]), fmean(group["hard"]))
             found.setdefault((group["kind"], group["group"]), []).append(numbers)
     return {key: [Stat(values) for values in zip(*seeds, strict=True)] for key, seeds in found.items()}
-
-
-def _brief(stat: Stat) -> str:
-    return f"{stat.mean:.3f}" + (f" ± {stat.std:.3f}" if stat.std is not None else "")
 
 
 def _answer(e: Evidence) -> str:

@@ -13,7 +13,7 @@ from tokendepth.report.figures import Drawing
 from tokendepth.report.schematic import SCHEMATICS, schematic
 from tokendepth.results import Row
 from tokendepth.studies import comparison
-from tokendepth.studies.comparison import beside, judge, percent, table, wrapped
+from tokendepth.studies.comparison import beside, judge, table, wrapped
 from tokendepth.studies.evidence import NOT_RUN, show
 from tokendepth.studies.outcomes import OUTSIDE, Outcomes
 from tokendepth.studies.settings import COMPARISONS, Setting
@@ -131,7 +131,7 @@ def weigh(outcomes: Outcomes, setting: Setting) -> tuple[list[str], list[str]]:
     bad: list[str] = []
     against = outcomes.beside(setting)
     if against is not None and against != OUTSIDE and (verdict := judge(against[1])) != "even":
-        words = f"loss {percent(against[1])} against dense models of the same executed FLOPs"
+        words = f"loss {against[1].text('+.2%')} against dense models of the same executed FLOPs"
         (good if verdict == "better" else bad).append(words)
     ratios = costs_to_dense(outcomes, setting)
     for name, words in WEIGHED.items():
