@@ -1,4 +1,4 @@
-"""Continue a prompt with a trained run. Every token is computed from the last `context` ones, without a cache."""
+"""Continue a prompt with a trained run: the prompt is read once, then every token alone, the others from a cache."""
 
 import time
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tokendepth import calibrate
+from tokendepth.cache import KVCache
 from tokendepth.checks import check_range
 from tokendepth.config import LARGEST_SEED, SYNTHETIC_CORPORA
 from tokendepth.data import tokenizer_from_dict
@@ -14,6 +15,7 @@ from tokendepth.errors import UserError
 from tokendepth.evaluate import load_model
 from tokendepth.files import read_json
 from tokendepth.machine import choose_device
+from tokendepth.model import LanguageModel, Output
 from tokendepth.runs import Run
 from tokendepth.trace import DepthTotals, Execution, add_up
 
@@ -32,6 +34,28 @@ class Spending:
             f"{len(self.depth)} tokens, {rate:.0f} tokens/s, active fraction {totals.active_fraction:.3f}, "
             f"FLOPs skipped {100 * totals.flops_skipped:.1f}%"
         )
+
+
+class Decoder:
+    """What a model says after a text that grows; only what is new of it is computed.
+
+    A model has positions for `context` tokens. Once they are taken it begins again with the last half of them, so that
+    a token is computed from half a context at least, and hardly any is computed twice.
+    """
+
+    def __init__(self, model: LanguageModel, execution: Execution) -> None:
+        self.model, self.execution = model, execution
+        self.cache: KVCache | None = None
+
+    def __call__(self, ids: list[int]) -> Output:
+        """Of `ids`, all but the last must be those of the call before."""
+        model, context = self.model, self.model.config.context
+        new = ids[-1:]
+        if self.cache is None or self.cache.length == context:
+            new = ids[-context:] if self.cache is None else ids[-max(1, context // 2) :]
+            like = model.embedding.weight
+            self.cache = KVCache(model.config, 1, context, layers=model.method.cache_layers, like=like)
+        return model(torch.tensor([new], device=self.cache.keys.device), execution=self.execution, cache=self.cache)
 
 
 def generate(
@@ -59,13 +83,13 @@ def generate(
     model = load_model(run, choose_device(device))
     if budget is not None:
         calibrate.set_budget(model, run, budget)
-    where = next(model.parameters()).device
+    decode = Decoder(model, execution)
     dice = torch.Generator().manual_seed(seed)
     pending: list[int] = []
     with torch.no_grad():
         for _ in range(tokens):
             start = time.perf_counter()
-            out = model(torch.tensor([ids[-model.config.context :]], device=where), execution=execution)
+            out = decode(ids)
             logits = out.logits[0, -1].float().cpu()
             if temperature == 0:
                 ids.append(int(logits.argmax()))
