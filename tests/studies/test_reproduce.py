@@ -206,7 +206,7 @@ def test_interrupted_it_keeps_what_it_has_and_goes_on(tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, said
     assert "is saved; repeat the command to go on" in said
     kept = read_rows(rows)
     assert 0 < len(kept) < len(runs(TABLES["synthetic"], 1))
