@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tokendepth.data.dataset import NO_LOSS, Split
 from tokendepth.errors import UserError
 from tokendepth.machine import choose_device, describe_device, environment
 from tokendepth.methods import build
+from tokendepth.methods.base import Method
 from tokendepth.methods.early_exit import Confidence, EarlyExit
 from tokendepth.methods.tsa import TSA
 from tokendepth.model import LanguageModel, Output
@@ -146,11 +148,8 @@ def evaluate(
         """The same exits with every token computed to the end: what could be claimed, and skips nothing."""
         method = model.method
         assert isinstance(method, EarlyExit)
-        method.freezes = False
-        try:
+        with _otherwise(method, freezes=False):
             found = measure(model, stream(), lambda ids: model(ids, execution="hard"))
-        finally:
-            method.freezes = True
         figures = _figures(found, dataset, config, split)
         return {"read_early": figures, "tlops_saved_read_early": found.depth.tlops_saved}
 
@@ -209,6 +208,17 @@ def _by_confidence(config: RunConfig) -> bool:
     return isinstance(config.method, EarlyExitConfig) and config.method.exit == "confidence"
 
 
+@contextmanager
+def _otherwise(method: Method, **switches: bool) -> Iterator[None]:
+    """The same weights executed in a way that is nobody's, for a control."""
+    before = {name: getattr(method, name) for name in switches}
+    vars(method).update(switches)
+    try:
+        yield
+    finally:
+        vars(method).update(before)
+
+
 def _figures(measured: Measured, dataset: Dataset, config: RunConfig, split: Split) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "loss": measured.loss,
@@ -245,11 +255,8 @@ def _controls(model: LanguageModel, config: RunConfig, stream: Callable, hard: D
 
     measured = {"random_decisions_hard": measure(model, stream(), at_random)}
     if isinstance(model.method, TSA):
-        model.method.keeps_weights = True
-        try:
+        with _otherwise(model.method, keeps_weights=True):
             measured["kept_weights_hard"] = measure(model, stream(), lambda ids: model(ids, execution="hard"))
-        finally:
-            model.method.keeps_weights = False
     if any(len(list(router.parameters())) for router in model.method.routers()):  # else there is nothing to train
         for execution in ("soft", "hard"):
             found = measure(untrained, stream(), lambda ids, execution=execution: untrained(ids, execution=execution))

@@ -46,8 +46,8 @@ def _curves(e: Evidence, name: str, title: str, dense: str, tsa: str) -> Drawing
     }
     caption = (
         f"{title}: validation loss over steps and over cumulative token-layer operations, one line per seed, on the "
-        "first 262,144 characters of the validation split. TLOps weigh a layer by its gate; training computes every "
-        "layer, so the right panel shows neither FLOPs nor time."
+        "first 262,144 characters of the validation split where it has so many. TLOps weigh a layer by its gate; "
+        "training computes every layer, so the right panel shows neither FLOPs nor time."
     )
     return curves(f"reproduction-{name}", caption, histories)
 
@@ -172,8 +172,8 @@ def _milestones(e: Evidence) -> Drawing | None:
     }
     caption = (
         "Steps to a validation loss of 2.5, 2.0 and 1.8, in bits and in nats, validated every 250 steps on the first "
-        "262,144 characters of the validation split; one dot per seed, a cross where it never came. Diamonds: "
-        "published for enwik8, in bits."
+        "262,144 characters of the validation split where it has so many; one dot per seed, a cross where it never "
+        "came. Diamonds: published for enwik8, in bits."
     )
     steps = max(e.configs[label].train.steps for label in MODELS.values())
     said = e.published("convergence", "enwik8, baseline and TSA")["steps"]
