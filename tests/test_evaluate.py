@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.tiny import TEXT, edit_json, hashes, one_line, tiny, write_corpus
-from tokendepth.config import PAPER_THRESHOLDS, DenseConfig, EarlyExitConfig, TSAConfig
+from tokendepth.config import HALTING_THRESHOLDS, PAPER_THRESHOLDS, DenseConfig, EarlyExitConfig, TSAConfig
 from tokendepth.data import load
 from tokendepth.errors import UserError
 from tokendepth.evaluate import evaluate, load_model, measure
@@ -451,7 +451,14 @@ def test_early_exit_is_executed_at_every_threshold_of_the_paper(tmp_path):
     assert points[1.0]["read_early"]["loss"] == pytest.approx(points[1.0]["sparse"]["loss"], rel=ROUNDING)
 
 
-def test_learned_exits_have_no_curve(tmp_path):
-    run = trained(tmp_path, method=EarlyExitConfig(exit="learned"), steps=1)
-    with pytest.raises(UserError, match="no budget"):
-        evaluate(run, timing=False, curve=True)
+def test_learned_exits_are_executed_at_several_thresholds(tmp_path):
+    run = trained(tmp_path, method=EarlyExitConfig(exit="learned", threshold=0.4), steps=30)
+    found = evaluate(run, timing=False, curve=True)
+    points = {point["threshold"]: point for point in found["curve"]}
+    assert list(points) == [1.0, *HALTING_THRESHOLDS]
+    shares = [point["sparse"]["active_fraction"] for point in points.values()]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == 1.0, "nothing is surer than certain"
+    assert shares[-1] < 1, "or this test shows nothing"
+    assert points[0.4]["sparse"] == found["sparse"], "the run's own threshold is one of them"
+    assert "read_early" not in points[0.4], "a halting unit would ask the state that went on"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from tokendepth.checks import check, check_range, check_types, coerce, flag, printable
 from tokendepth.errors import UserError, did_you_mean
+from tokendepth.method_configs import HALTING_THRESHOLDS as HALTING_THRESHOLDS
 from tokendepth.method_configs import METHOD_CONFIGS, DenseConfig, MethodConfig, method_name
 from tokendepth.method_configs import PAPER_THRESHOLDS as PAPER_THRESHOLDS
 from tokendepth.method_configs import ACTConfig as ACTConfig

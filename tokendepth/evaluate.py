@@ -13,14 +13,22 @@ from torch import Tensor
 
 from tokendepth import calibrate, data
 from tokendepth.clock import interleaved, quartiles
-from tokendepth.config import PAPER_THRESHOLDS, BudgetConfig, DenseConfig, EarlyExitConfig, RunConfig, method_name
+from tokendepth.config import (
+    HALTING_THRESHOLDS,
+    PAPER_THRESHOLDS,
+    BudgetConfig,
+    DenseConfig,
+    EarlyExitConfig,
+    RunConfig,
+    method_name,
+)
 from tokendepth.data import Dataset
 from tokendepth.data.dataset import NO_LOSS, Split
 from tokendepth.errors import UserError
 from tokendepth.machine import choose_device, describe_device, environment
 from tokendepth.methods import build
 from tokendepth.methods.base import Method
-from tokendepth.methods.early_exit import Confidence, EarlyExit
+from tokendepth.methods.early_exit import Confidence, EarlyExit, HaltingUnit
 from tokendepth.methods.tsa import TSA
 from tokendepth.model import LanguageModel, Output
 from tokendepth.runs import EVALUATION_VERSION, Run
@@ -31,7 +39,7 @@ Batch = tuple[Tensor, Tensor]
 CURVE = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """The budgets of a quality-over-budget curve."""
 NEVER = 1.0
-"""The confidence that no token exceeds."""
+"""The threshold that no probability exceeds."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +111,10 @@ def evaluate(
     """Everything `eval.json` holds. Written into the run by the caller, so that asking does not change a run.
 
     `budget` executes a budget-routed run at another budget than its own; `curve` at a row of them, and a run with exits
-    by confidence at the paper's thresholds. `tokens` takes the beginning of the split instead of all of it.
+    at a row of thresholds. `tokens` takes the beginning of the split instead of all of it.
     """
-    by_confidence = _by_confidence(run.config)
-    if budget is not None or (curve and not by_confidence):
+    thresholds = _thresholds(run.config)
+    if budget is not None or (curve and not thresholds):
         calibrate.check(run, budget or 1.0)
     if split not in ("val", "test"):
         raise UserError(f"split is {split!r}; expected val or test; set it with --split")
@@ -136,12 +144,12 @@ def evaluate(
         execute_at(model, run, at, dataset)
         found = measure(model, stream(), lambda ids: model(ids, execution="sparse"))
         return {
-            "threshold" if by_confidence else "budget": at,
+            "threshold" if thresholds else "budget": at,
             "sparse": _figures(found, dataset, config, split),
             "tlops_skipped": found.depth.tlops_saved,
             "flops_skipped": found.depth.flops_skipped,
             "flops_per_token": found.depth.flops / found.depth.tokens,
-            **(read_early() if by_confidence else {}),
+            **(read_early() if isinstance(model.method, EarlyExit) and model.method.by_confidence else {}),
         }
 
     def read_early() -> dict[str, Any]:
@@ -184,28 +192,30 @@ def evaluate(
         "controls": _controls(model, config, stream, measured["hard"].depth) if routers else {},
         "time": time_forward(model, config, next(stream())[0]) if timing else None,
         "passage": _passage(model, dataset, split, where),
-        "curve": [point(at) for at in ((NEVER, *PAPER_THRESHOLDS) if by_confidence else CURVE)] if curve else [],
+        "curve": [point(at) for at in thresholds or CURVE] if curve else [],
         "env": environment(where),
     }
 
 
 def has_curve(config: RunConfig) -> bool:
     """Whether one trained model of this config can be executed at several costs."""
-    return isinstance(config.method, BudgetConfig) or _by_confidence(config)
+    return isinstance(config.method, BudgetConfig) or bool(_thresholds(config))
 
 
 def execute_at(model: LanguageModel, run: Run, at: float, dataset: Dataset) -> None:
-    """Set what the model of a run with a curve spends: its budget, or the confidence at which tokens exit."""
-    if _by_confidence(run.config):
-        assert isinstance(model.method, EarlyExit)
-        assert isinstance(model.method.exit, Confidence)
+    """Set what the model of a run with a curve spends: its budget, or the threshold above which tokens exit."""
+    if isinstance(model.method, EarlyExit):
+        assert isinstance(model.method.exit, (Confidence, HaltingUnit))
         model.method.exit.threshold = at
     else:
         calibrate.set_budget(model, run, at, dataset)
 
 
-def _by_confidence(config: RunConfig) -> bool:
-    return isinstance(config.method, EarlyExitConfig) and config.method.exit == "confidence"
+def _thresholds(config: RunConfig) -> tuple[float, ...]:
+    """Where the curve of a model with exits is taken."""
+    if not isinstance(config.method, EarlyExitConfig):
+        return ()
+    return (NEVER, *(PAPER_THRESHOLDS if config.method.exit == "confidence" else HALTING_THRESHOLDS))
 
 
 @contextmanager

@@ -69,6 +69,8 @@ class MoDConfig:
 
 PAPER_THRESHOLDS = (0.99, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3)
 """The confidences at which the TSA paper executes its early-exit model."""
+HALTING_THRESHOLDS = (0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.92, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+"""At which a model with learned exits is executed: the Depth-Adaptive Transformer tunes its one threshold."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ answer; learned halting costs one product per block, and the head once. What a t
 sites of the trace: the stem is a site of its own and in no fraction.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,17 +42,17 @@ class Confidence(nn.Module):
 
 
 class HaltingUnit(nn.Module):
-    """chi, up to the sigmoid; the same after every block."""
+    """How far chi lies above the threshold; the same unit after every block."""
 
     def __init__(self, d_model: int, threshold: float) -> None:
         super().__init__()
         self.logit = nn.Linear(d_model, 1)
-        self.threshold_logit = math.log(threshold / (1 - threshold))
+        self.threshold = threshold
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[batch, time, d] -> [batch, time]`; above 0, the token leaves."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.logit(hidden.float()).squeeze(-1) - self.threshold_logit
+            return self.logit(hidden.float()).squeeze(-1).sigmoid() - self.threshold
 
 
 class EarlyExit(Method):

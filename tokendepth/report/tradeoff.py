@@ -1,5 +1,6 @@
 """Many methods in one picture: loss over the FLOPs that were executed, dense models as the line to beat."""
 
+import math
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -15,6 +16,8 @@ Place = tuple[float, float, float]
 PALE = "#c9ced3"
 HEADROOM = 0.06
 """The frame ends this far above the best dense loss; what lies higher would press the rest together."""
+WORD = 0.065
+"""How much of the frame's width a loss takes when it is written."""
 TICKS = [n * 10**power for power in range(3, 10) for n in (1, 1.5, 2, 3, 4, 5, 7)]
 
 
@@ -31,12 +34,15 @@ def tradeoff(
         axes = figure.subplots()
         top = (1 + HEADROOM) * min(loss for _, (_, loss, _) in dense)
         handles: dict[str, object] = {"dense, fewer layers": _dense(axes, dense)}
+        outside: list[tuple[float, float]] = []
         for one in sorted(series, key=lambda one: _shown(one, highlight)):  # what is highlighted lies above the others
-            handle = _draw(axes, one, top, pale=not _shown(one, highlight))
+            handle, above = _draw(axes, one, top, pale=not _shown(one, highlight))
             if _shown(one, highlight):
                 handles.setdefault(one.label, handle)
+                outside += above
         axes.set_ylim(top=top)
         axes.set_xscale("log")
+        _name(axes, outside, top)
         axes.xaxis.set_major_locator(FixedLocator(TICKS))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}")
@@ -58,8 +64,8 @@ def _dense(axes: Axes, dense: Sequence[tuple[str, Place]]) -> object:
     return axes.errorbar(xs, ys, spreads, color=GREY, marker="o", markersize=4, capsize=2, linewidth=1.2)
 
 
-def _draw(axes: Axes, one: Points, top: float, *, pale: bool) -> object:
-    """Places above the frame stand on its edge, with their loss beside them."""
+def _draw(axes: Axes, one: Points, top: float, *, pale: bool) -> tuple[object, list[tuple[float, float]]]:
+    """Places above the frame stand on its edge; they are returned too, to be named there."""
     colour = PALE if pale else one.colour
     look = {"color": colour, "marker": one.marker, "fillstyle": "full" if one.filled else "none", "markersize": 5.5}
     inside = [place for place in one.points if place[1] <= top]
@@ -69,9 +75,20 @@ def _draw(axes: Axes, one: Points, top: float, *, pale: bool) -> object:
         xs, ys, spreads = zip(*inside, strict=True)
         bars = spreads if any(spreads) else None
         drawn = axes.errorbar(xs, ys, bars, linestyle=one.line, linewidth=1.2, capsize=2, **look)
-    for x, y, _ in above if one.line == "none" else above[-1:]:  # of a line, where it leaves
+    on_the_edge = [(x, y) for x, y, _ in (above if one.line == "none" else above[-1:])]  # of a line, where it leaves
+    for x, _ in on_the_edge:
         (edge,) = axes.plot([x], [top], linestyle="none", clip_on=False, **look)
         drawn = drawn or edge
-        if not pale:
-            axes.annotate(f"{y:.2f}", (x, top), textcoords="offset points", xytext=(0, 5), ha="center", fontsize=7)
-    return drawn
+    return drawn, on_the_edge
+
+
+def _name(axes: Axes, outside: list[tuple[float, float]], top: float) -> None:
+    """The losses of places above the frame, over its edge: one line higher where two would lie on each other."""
+    first, last = axes.get_xlim()
+    ends: list[float] = []  # of each line of words, how far it is filled
+    for x, y in sorted(outside):
+        at = math.log(x / first) / math.log(last / first)
+        line = next((n for n, end in enumerate(ends) if at >= end), len(ends))
+        ends[line : line + 1] = [at + WORD]
+        offset = {"textcoords": "offset points", "xytext": (0, 5 + 8 * line)}
+        axes.annotate(f"{y:.2f}", (x, top), ha="center", fontsize=7, **offset)

@@ -37,10 +37,10 @@ since routers cost a little more than the layers that they guard; further off it
 """
 NOTES = """\
 - Switch chooses among experts of one cost: it skips only what overflows, and saves no depth by design.
-- TSA, ACT and learned exits cannot be told what to spend: two prices of depth are tried, not two budgets.
-- Exits by confidence are shown at that threshold of the paper's whose work comes nearest to the budget on the first
-  seed; its losses are not asked.
-- `budget 1, two passes` skips nothing: it shows what the two passes of budget routing's training do alone.
+- TSA and ACT cannot be told what to spend: two prices of depth are tried, not two budgets.
+- Exits are shown at that threshold whose work comes nearest to the budget on the first seed; its losses are not asked.
+- `two passes` skips nothing: dense models with routers that keep all, trained as budget routing is on Tiny-Shakespeare,
+  by two passes a step that are drawn together. `half the batch` is budget routing at the training cost of a dense step.
 """
 TITLES = ["setting", "loss", "active", "work skipped", "FLOPs", "training FLOPs", "parameters", "K/V bytes", "speed"]
 
@@ -58,6 +58,7 @@ def document(all_outcomes: list[Outcomes], figures: dict[str, str]) -> str:
         parts.append(f"### Matched parameters\n\n{matched_parameters(outcomes)}")
         parts.append(f"### Matched FLOPs\n\n{matched_flops(outcomes)}")
         parts.append(verdicts(outcomes))
+        parts.append(trained_alike(outcomes))
         if timed := _timed(outcomes):
             parts.append(f"Timed on {timed}.\n")
         parts.append(figures.get(comparison.corpus, ""))
@@ -116,11 +117,26 @@ def _mean(stat: Stat | None, form: str) -> str:
     return format(stat.mean, form)
 
 
-def beside(outcomes: Outcomes, setting: Setting) -> tuple[str, str]:
+def trained_alike(outcomes: Outcomes) -> str:
+    """Is it the routing, or that training saw every sequence twice? Budget routing beside models that did too."""
+    if not outcomes.of("two_passes"):
+        return ""
+    trained = [setting for setting in outcomes.of("budget") if setting.level != "any"]
+    rows = [
+        [s.title, show(loss), *beside(outcomes, s, "two_passes")] for s in trained if (loss := outcomes.stat(s, "loss"))
+    ]
+    titles = ["setting", "loss", "two passes, same FLOPs", "difference"]
+    words = (
+        "Budget routing against models of the same executed FLOPs that skip nothing and were trained by two passes too:"
+    )
+    return f"{wrapped(words)}\n\n{table(titles, rows)}"
+
+
+def beside(outcomes: Outcomes, setting: Setting, line: str = "dense") -> tuple[str, str]:
     """The loss of dense models at the same executed FLOPs, and how far from it this one is."""
-    if setting.method == "dense":
+    if setting.method == line:
         return DASH, DASH
-    found = outcomes.beside(setting)
+    found = outcomes.beside(setting, line)
     if found is None:
         return NOT_RUN, ""
     if found == OUTSIDE:

@@ -92,7 +92,7 @@ def fill(
     """
     from tokendepth.sweep import sweep, train_and_evaluate
 
-    todo = missing(configs, path) if here else _compiled(missing(configs, path), out)
+    todo = missing(configs, path) if here else _compiled(_first_seeds_first(missing(configs, path)), out)
 
     def write(run: Run) -> None:
         for hear in each:
@@ -113,6 +113,11 @@ def fill(
         write(train_and_evaluate(todo[names[0]], out / names[0], curve=True, tokens=tokens))
         del names[0]
     return Progress({}, names)
+
+
+def _first_seeds_first(configs: dict[str, RunConfig]) -> dict[str, RunConfig]:
+    """Neighbours then differ in shape: the seeds of one, begun at once, would each compile what one of them can."""
+    return dict(sorted(configs.items(), key=lambda one: one[1].train.seed))
 
 
 def _compiled(configs: dict[str, RunConfig], out: Path) -> dict[str, RunConfig]:

@@ -95,12 +95,15 @@ class Outcomes:
 
     # -- the dense models
 
-    def dense(self) -> list[Setting]:
-        return [setting for setting in self.comparison.settings if setting.method == "dense"]
+    def of(self, method: str) -> list[Setting]:
+        return [setting for setting in self.comparison.settings if setting.method == method]
 
-    def beside(self, setting: Setting) -> Beside:
-        """Seed by seed, on the line through that seed's dense models: a seed's luck with its data is then in both."""
-        pairs = list(self._pairs(setting))
+    def beside(self, setting: Setting, line: str = "dense") -> Beside:
+        """Seed by seed, on the line through that seed's dense models: a seed's luck with its data is then in both.
+
+        `line` may be another method that skips nothing.
+        """
+        pairs = list(self._pairs(setting, self.of(line)))
         if not pairs:
             return None
         if any(dense == OUTSIDE for _, dense in pairs):
@@ -108,14 +111,14 @@ class Outcomes:
         dense = Stat(tuple(float(dense) for _, dense in pairs))
         return dense, Stat(tuple(loss / float(dense) - 1 for loss, dense in pairs))
 
-    def _pairs(self, setting: Setting) -> Iterator[tuple[float, float | str]]:
+    def _pairs(self, setting: Setting, line_of: list[Setting]) -> Iterator[tuple[float, float | str]]:
         by_seed: dict[int, list[tuple[float, float]]] = {}
-        for layers in self.dense():
+        for layers in line_of:
             for one in self.executed(layers):
                 by_seed.setdefault(one.seed, []).append((one.flops_per_token, one.loss))
         for one in self.executed(setting):
             line = sorted(by_seed.get(one.seed, []))
-            if len(line) == len(self.dense()):
+            if len(line) == len(line_of):
                 yield one.loss, interpolate(line, one.flops_per_token)
 
 

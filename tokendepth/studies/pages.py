@@ -20,8 +20,8 @@ from tokendepth.studies.settings import COMPARISONS, Setting
 from tokendepth.studies.tradeoffs import LOOKS, draw
 
 PART = re.compile(r"(<!-- (numbers|figure): (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-CONTROLS = {"budget": "random"}
-"""Whose page shows a control too."""
+CONTROLS = {"budget": ("random", "two_passes")}
+"""Whose page shows controls too."""
 NOTABLE = 0.05
 """A cost this far from the dense model's is worth a word."""
 
@@ -56,7 +56,7 @@ _ABOUT = wrapped(
 
 
 def _settings(outcomes: Outcomes, method: str) -> list[Setting]:
-    methods = (method, CONTROLS.get(method))
+    methods = (method, *CONTROLS.get(method, ()))
     return [setting for setting in outcomes.comparison.settings if setting.method in methods]
 
 

@@ -28,16 +28,18 @@ class Setting:
 
     title: str
     method: str
-    """On whose page it stands; `random` is a control."""
+    """On whose page it stands; `random` and `two_passes` are controls."""
     cell: str
     """As `sweep` reads it, without the corpus."""
     level: Level = "any"
     budget: float | None = None
     """Of a model that can be executed at several, this one."""
     skips: float | None = None
-    """Of a model that exits by confidence, the threshold at which this share of the work is skipped."""
+    """Of a model with exits, the threshold at which this share of the work is skipped."""
     matched: bool = False
     """With a feed-forward network as wide as it takes to have the dense model's parameters."""
+    only: str | None = None
+    """The one corpus on which it says something; none is all."""
 
     def point(self, row: Row) -> float | None:
         """Where on the curve of a run this is; where the work decides that, the row of the first seed is asked."""
@@ -51,6 +53,20 @@ def _dense(layers: int) -> Setting:
     return Setting(f"dense, {layers} layers", "dense", f"dense:model.n-layer={layers}" if layers < 6 else "dense")
 
 
+def _two_passes(layers: int) -> Setting:
+    """Trained as budget routing is on Shakespeare, and nothing is skipped: what that training does alone."""
+    cell = "budget:method.budget=1:method.dial=False" + (f":model.n-layer={layers}" if layers < 6 else "")
+    return Setting(f"two passes, {layers} layers", "two_passes", cell, only="shakespeare")
+
+
+def _learned_exits(oracle: str, only: str | None = None) -> tuple[Setting, Setting]:
+    title, cell = f"early exit by {oracle}", f"early_exit:method.exit=learned:method.oracle={oracle}"
+    return (
+        Setting(f"{title}, half", "early_exit", cell, "half", skips=0.5, only=only),
+        Setting(f"{title}, a quarter", "early_exit", cell, "mild", skips=0.25, only=only),
+    )
+
+
 SETTINGS = (
     *(_dense(layers) for layers in LAYERS),
     Setting("random routing, budget 0.4", "random", "budget:method.routing=random", "half", budget=0.4),
@@ -59,11 +75,13 @@ SETTINGS = (
     Setting("TSA, penalty 0.001", "tsa", "tsa:method.depth-penalty=0.001", "mild"),
     Setting("budget 0.4", "budget", "budget", "half", budget=0.4),
     Setting("budget 0.7", "budget", "budget", "mild", budget=0.7),
-    # Nothing is skipped: what the two passes of its training do alone, the control for the two lines above.
-    Setting("budget 1, two passes", "budget", "budget:method.budget=1:method.dial=False"),
+    # A step of two passes on half of the sequences costs what a dense step costs.
+    Setting("budget 0.4, half the batch", "budget", "budget:train.batch-size=32", budget=0.4, only="shakespeare"),
+    *(_two_passes(layers) for layers in (6, 4, 3)),
     Setting("early exit by confidence, half", "early_exit", "early_exit", "half", skips=0.5),
     Setting("early exit by confidence, a quarter", "early_exit", "early_exit", "mild", skips=0.25),
-    Setting("early exit, learned", "early_exit", "early_exit:method.exit=learned"),
+    *_learned_exits("correctness"),
+    *_learned_exits("likelihood", only="shakespeare"),
     Setting("MoD, capacity 0.125", "mod", "mod", "half"),
     Setting("MoD, capacity 0.5", "mod", "mod:method.capacity=0.5", "mild"),
     Setting("MoR, 4 layers, 2 recursions", "mor", "mor:model.n-layer=4:method.recursions=2", "half"),
@@ -93,7 +111,7 @@ class Comparison:
 
     @property
     def settings(self) -> list[Setting]:
-        return [setting for setting in SETTINGS if setting.level in self.levels]
+        return [one for one in SETTINGS if one.level in self.levels and one.only in (None, self.corpus)]
 
 
 RUNS = "compare.json"

@@ -11,6 +11,7 @@ from tokendepth.studies.settings import Setting
 # Markers differ too: six colours are as many as stay apart to every eye.
 LOOKS = {
     "random": ("random routing", INK, "x"),
+    "two_passes": ("nothing skipped, two passes", SKY, "o"),
     "tsa": ("TSA", VERMILLION, "s"),
     "budget": ("budget", BLUE, "o"),
     "early_exit": ("early exit", GREEN, "^"),
@@ -25,7 +26,7 @@ LOOKS = {
 def draw(outcomes: Outcomes, highlight: str | None = None) -> Drawing | None:
     """`highlight` is a method's name."""
     corpus, dense = outcomes.comparison.corpus, []
-    for setting in outcomes.dense():
+    for setting in outcomes.of("dense"):
         if place := _place(outcomes, setting):
             dense.append((setting.title.removeprefix("dense, "), place))
     name = f"compare-{corpus}" + (f"-{highlight}" if highlight else "")
