@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,24 +121,43 @@ def test_a_folder_of_another_config_is_a_failure_and_is_left_alone(tmp_path):
     assert hashes(out / "dense") == kept
 
 
-def test_a_stopped_sweep_saves_its_runs_and_goes_on(tmp_path):
-    cell = f"demo.dense:data.corpus={tiny(tmp_path).data.corpus}:model.context=16:model.d-model=8:train.steps=4000"
-    words = [sys.executable, "-m", "tokendepth.cli", "sweep", cell, "--seeds", "1", "--out", str(tmp_path / "out")]
+def long_sweep(folder: Path) -> tuple[subprocess.Popen, Run]:
+    """A sweep in a process of its own whose one run trains by now."""
+    cell = f"demo.dense:data.corpus={tiny(folder).data.corpus}:model.context=16:model.d-model=8:train.steps=4000"
+    words = [sys.executable, "-m", "tokendepth.cli", "sweep", cell, "--seeds", "1", "--out", str(folder / "out")]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
     (name,) = variants(cell)
-    metrics = tmp_path / "out" / name / "metrics.jsonl"
+    metrics = folder / "out" / name / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_bytes()) > 200)
+    return process, Run(metrics.parent)
+
+
+def wait_until(true: Callable[[], object]) -> None:
     until = time.monotonic() + 60
-    while not (metrics.exists() and len(metrics.read_bytes()) > 200):
+    while not true():
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_stopped_sweep_saves_its_runs_and_goes_on(tmp_path):
+    process, run = long_sweep(tmp_path)
     process.send_signal(signal.SIGINT)
     _, words_said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "every run" in words_said
-    run = Run(tmp_path / "out" / name)
     checkpoint, _ = run.load_checkpoint()
     assert checkpoint is not None
     assert 0 < checkpoint.step < 4000
+
+
+def test_a_killed_sweep_takes_its_runs_with_it(tmp_path):
+    process, run = long_sweep(tmp_path)
+    process.kill()
+    process.communicate(timeout=60)
+    wait_until(lambda: run.load_checkpoint()[0])
+    checkpoint, _ = run.load_checkpoint()
+    assert checkpoint is not None
+    assert 0 < checkpoint.step < 4000, "it stopped, and saved what it had"
 
 
 def test_the_command_trains_prints_and_collects(tmp_path, capsys):

@@ -6,8 +6,10 @@ the run folders are all the state there is, so the same call is made until nothi
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -135,14 +137,14 @@ class _Sweep:
 
     @contextmanager
     def _no_orphans(self) -> Iterator[None]:
-        """Whatever ends the sweep, its workers save what they have and end first."""
+        """Whatever ends the sweep, short of killing it, its workers save what they have and end first."""
         try:
             yield
         finally:
             for worker in self.running:
                 worker.process.terminate()
             for worker in self.running:
-                worker.process.wait()
+                worker.process.communicate()
 
     def _start(self, name: str) -> _Worker:
         log, folder = self.out / f"{name}.log", self.out / name
@@ -154,6 +156,7 @@ class _Sweep:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tokendepth.sweep", json.dumps(task)],
                 env={"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path},
+                stdin=subprocess.PIPE,  # never written to: its end is the sweep's
                 stdout=words,
                 stderr=words,
                 start_new_session=True,  # Ctrl-C reaches the sweep alone, which then asks its workers to stop
@@ -172,6 +175,7 @@ class _Sweep:
 
     def _finished(self, worker: _Worker) -> None:
         self.bar.remove_task(worker.line)
+        worker.process.communicate()  # closes the pipe
         seconds = f"{time.perf_counter() - worker.started:.0f} s"
         if worker.process.returncode == 0:
             run = Run.open(self.out / worker.name)
@@ -211,7 +215,19 @@ def train_and_evaluate(config: RunConfig, folder: str | Path, *, curve: bool, to
     return run
 
 
+def _end_with_the_sweep() -> None:
+    """A sweep that is killed cannot ask its workers to stop; each hears of it by the end of its input, and stops."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 if __name__ == "__main__":
+    _end_with_the_sweep()
     try:
         task = json.loads(sys.argv[1])
         train_and_evaluate(from_dict(task.pop("config")), **task)

@@ -116,7 +116,7 @@ def _exits(e: Evidence) -> Drawing | None:
     ]
     right = [
         Points("early exit", ours, BLUE, "o"),
-        Points("early exit, counted: nothing is skipped", read, BLUE, "o", (0, (2, 1.5)), filled=False),
+        Points("early exit, nothing skipped", read, BLUE, "o", (0, (2, 1.5)), filled=False),
         Points("TSA, soft: nothing is skipped", _at(e, TSA, "soft"), VERMILLION, "*", "none"),
         Points("TSA, executed", _at(e, TSA, "hard"), VERMILLION, "s", "none"),
         _dense(e),
