@@ -97,7 +97,7 @@ def measure(device_name: str, results: Path, fractions: tuple[float, ...] = FRAC
             cases: dict[float | None, Tensor | None] = {fraction: draws < fraction for fraction in fractions}
             for row in _compared(adaptive, ids, cases):
                 facts = {"benchmark": "forward", "shape": name, "positions": "random", "run": None}
-                yield _written(results, {**facts, **row, **environment(device)})
+                yield write_row(results, {**facts, **row, **environment(device)})
 
 
 def measure_run(path: Path, device_name: str, results: Path) -> Iterator[Row]:
@@ -126,7 +126,7 @@ def measure_run(path: Path, device_name: str, results: Path) -> Iterator[Row]:
                 "method": run.evaluation["method"],
                 **evaluated[row["asked"]][row["execution"]],
             }
-            yield _written(results, {**facts, **row, **environment(device)})
+            yield write_row(results, {**facts, **row, **environment(device)})
 
 
 def _evaluated(run: Run) -> dict[float | None, dict[str, Row]]:
@@ -155,7 +155,8 @@ def _decided(model: LanguageModel, ids: Tensor, run: Run, budget: float | None, 
     return trace.work[routed] > 0.5 if any(routed) else None
 
 
-def _written(results: Path, row: Row) -> Row:
+def write_row(results: Path, row: Row) -> Row:
+    """Into results/forward.json, in the place of one that was measured the same way."""
     identity = ("benchmark", "shape", "positions", "batch", "asked", "execution", "dtype", "device")
     add_rows(results / "forward.json", [row], identity=identity)
     return row

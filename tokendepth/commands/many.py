@@ -159,6 +159,8 @@ class Bench:
     """Of forward: active fractions of random decisions, with commas between them."""
     run: Path | None = None
     """Of forward: a trained run that decides for itself on its validation text, instead of random decisions."""
+    processes: int = 1
+    """Of forward: measure in so many processes, one after the other, and keep the rows of the one in the middle."""
     only: str | None = None
     """Of faults: the names of some, with commas between them."""
     scale: float = 1.0
@@ -176,12 +178,19 @@ class Bench:
             self._faults()
 
     def _forward(self) -> None:
-        from tokendepth.bench import forward
+        from tokendepth.bench import forward, processes
 
-        if self.run:
+        if self.processes < 1:
+            raise UserError(f"--processes is {self.processes}; expected 1 or more")
+        fractions = forward.parse_fractions(self.fractions)
+        if self.processes > 1:
+            words = ["--device", self.device]
+            words += ["--run", str(self.run)] if self.run else ["--fractions", ",".join(map(str, fractions))]
+            rows = processes.measure(words, self.processes, self.results)
+        elif self.run:
             rows = forward.measure_run(self.run, self.device, self.results)
         else:
-            rows = forward.measure(self.device, self.results, forward.parse_fractions(self.fractions))
+            rows = forward.measure(self.device, self.results, fractions)
         for row in rows:
             print(json.dumps(row) if self.json else forward.in_words(row))
 

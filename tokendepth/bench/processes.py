@@ -1,0 +1,45 @@
+"""The same measured by several processes, one after the other: processes on one machine differ for all their life."""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokendepth.bench.forward import write_row
+from tokendepth.errors import UserError
+from tokendepth.progress import console
+from tokendepth.results import Row
+
+
+def measure(words: list[str], count: int, results: Path) -> Iterator[Row]:
+    """Rows of `tokendepth bench forward WORDS` in `count` processes: of each batch size, those of the middle one."""
+    found = []
+    for number in range(1, count + 1):
+        console.print(f"process {number} of {count}")
+        found.append(_measured(words))
+    for row in middle(found):
+        yield write_row(results, row)
+
+
+def _measured(words: list[str]) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tokendepth.cli", "bench", "forward", *words, "--json", "--results", folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise UserError(said[-1].removeprefix("tokendepth: "))
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def middle(found: list[list[Row]]) -> Iterator[Row]:
+    """`found` are the rows of each process. A row keeps the speedups that all of them had, slowest first."""
+    batches = dict.fromkeys((row["shape"], row["batch"]) for row in found[0])
+    for batch in batches:
+        parts = [[row for row in rows if (row["shape"], row["batch"]) == batch] for rows in found]
+        parts.sort(key=lambda rows: statistics.fmean(row["speedup"] for row in rows))
+        chosen = parts[(len(parts) - 1) // 2]  # of an even number the slower one
+        for place, row in enumerate(chosen):
+            yield {**row, "speedup_processes": sorted(rows[place]["speedup"] for rows in parts)}
