@@ -29,10 +29,12 @@ each_dtype = pytest.mark.parametrize("dtype", ROUNDING, ids=["float64", "float32
 masked = pytest.mark.parametrize("with_mask", [False, True], ids=["all keys", "key_valid"])
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["a call per sequence", "padded"])
-def _as_on_a_gpu(request, monkeypatch):
-    """Both ways that `eager` has, on whatever machine."""
-    monkeypatch.setattr(eager_module, "_launches_cost", lambda q: request.param)
+@pytest.fixture(autouse=True, params=["a call per sequence", "a call per half of one", "padded"])
+def _way(request, monkeypatch):
+    """All ways that `eager` has, on whatever machine and at every size."""
+    monkeypatch.setattr(eager_module, "_launches_cost", lambda q: request.param == "padded")
+    if request.param == "a call per half of one":
+        monkeypatch.setattr(eager_module, "MANY_ROWS", 0)
 
 
 def inputs(size: tuple[int, ...], which: str, *, mask: bool = False) -> tuple[Tensor, ...]:

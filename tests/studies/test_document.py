@@ -12,7 +12,7 @@ from tokendepth.report.summary import Stat
 from tokendepth.results import read_rows
 from tokendepth.studies import tables
 from tokendepth.studies.claims import claims
-from tokendepth.studies.document import Tally, document, write
+from tokendepth.studies.document import Tally, _took, document, write
 from tokendepth.studies.evidence import PAPER, Evidence, collapses
 from tokendepth.studies.findings import ALL, findings
 from tokendepth.studies.verdict import judge, judge_speedup
@@ -235,3 +235,13 @@ def test_times_of_two_machines_do_not_mix(evidence, tmp_path):
     cpu = [{**row, "device": "CPU x86_64, 2 threads", "speedup": 77.0} for row in rows]
     (tmp_path / "wallclock.json").write_text(json.dumps(rows + cpu))
     assert all(row["speedup"] != 77 for row in Evidence.read(tmp_path).wallclock)
+
+
+def test_what_it_took_keeps_what_was_measured_again_apart():
+    def call(minutes: float, runs: int, commit: str, table: str = "all") -> dict:
+        return {"minutes": minutes, "runs": runs, "commit": commit, "table": table, "device": "a GPU"}
+
+    calls = [call(9.0, 38, "a"), call(3.5, 33, "a"), call(6.0, 8, "a", "scaling"), call(2.0, 4, "b")]
+    found = _took(replace(Evidence.read(Path("nowhere")), calls=calls))
+    assert "the tables 12.5 minutes (71 runs in 2 calls) on a GPU, and 2.0 minutes (4 runs in 1 call) more" in found
+    assert "the scaling study 6.0 minutes (8 runs in 1 call) on a GPU." in found

@@ -109,16 +109,22 @@ def document(evidence: Evidence, figures: dict[str, str]) -> str:
 
 
 def _took(evidence: Evidence) -> str:
-    """What the calls took together, on each device; the scaling study apart."""
+    """What the calls took together, on each device; the scaling study apart, and what was measured again later."""
     said = []
     for device in dict.fromkeys(call["device"] for call in evidence.calls):
         for scaling, what in ((False, "the tables"), (True, "the scaling study")):
             calls = [c for c in evidence.calls if c["device"] == device and (c["table"] == "scaling") == scaling]
             if calls:
-                minutes, runs = (sum(call[key] for call in calls) for key in ("minutes", "runs"))
-                times = "1 call" if len(calls) == 1 else f"{len(calls)} calls"
-                said.append(f"{what} {minutes:.1f} minutes on {device} ({runs} runs in {times})")
+                first = [call for call in calls if call["commit"] == calls[0]["commit"]]
+                again = [call for call in calls if call not in first]
+                words = f"{what} {_together(first)} on {device}"
+                said.append(f"{words}, and {_together(again)} more after changes" if again else words)
     return f"What it took: {'; '.join(said) or NOT_RUN}."
+
+
+def _together(calls: list[Row]) -> str:
+    minutes, runs = (sum(call[key] for call in calls) for key in ("minutes", "runs"))
+    return f"{minutes:.1f} minutes ({runs} runs in {len(calls)} {'call' if len(calls) == 1 else 'calls'})"
 
 
 def _bold(finding: Finding, evidence: Evidence) -> str:

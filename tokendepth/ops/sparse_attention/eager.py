@@ -2,19 +2,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MANY_ROWS = 48
+"""Of a sequence with as many, the rows that look at no key of the second half are worth a call of their own."""
+
 
 def eager(q: Tensor, k: Tensor, v: Tensor, active: Tensor, key_valid: Tensor | None = None) -> Tensor:
-    """As `reference`, by the library: on a CPU a call per sequence, so that exactly the active rows are executed.
+    """As `reference`, by the library: on a CPU a call or two per sequence, so that only active rows are executed.
 
     On a GPU so many launches take longer than all else: there it is one call, every sequence's rows padded to the
     longest.
     """
-    keys, counts = k.shape[2], active.sum(1)
+    keys = k.shape[2]
+    second_half = max(0, keys // 2 - (keys - active.shape[1]))
+    counts = torch.stack([active[:, :second_half].sum(1), active[:, second_half:].sum(1)], 1)
     key_position = torch.arange(keys, device=k.device)
     position = active.nonzero()[:, 1:] + (keys - active.shape[1])
     seen = key_position <= position
     if key_valid is not None:
-        rows_valid = key_valid.repeat_interleave(counts, dim=0)
+        rows_valid = key_valid.repeat_interleave(counts.sum(1), dim=0)
         seen &= rows_valid | (key_position == position)
     # What the library would make of `seen` too, but once a call.
     bias = torch.zeros((), dtype=q.dtype, device=q.device).where(seen, -torch.inf)
@@ -24,12 +29,10 @@ def eager(q: Tensor, k: Tensor, v: Tensor, active: Tensor, key_valid: Tensor | N
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-    """`bias` `[n, keys]` is added to the scores, `counts` `[batch]` says how many of the rows are of each sequence."""
+    """`bias` `[n, keys]` is added to the scores; `counts` `[batch, 2]` are the rows at either half of the keys."""
     if not len(q):
         return torch.empty_like(q)
-    if len(k) == 1:
-        return _of_one(q, k, v, bias).contiguous()  # as the compiler is told
-    return _padded(q, k, v, bias, counts) if _launches_cost(q) else _by_sequence(q, k, v, bias, counts)
+    return _padded(q, k, v, bias, counts.sum(1)) if _launches_cost(q) else _by_sequence(q, k, v, bias, counts)
 
 
 def _launches_cost(q: Tensor) -> bool:
@@ -47,13 +50,16 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) -> Te
 
 
 def _by_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-    rows = counts.tolist()
-    parts = enumerate(zip(q.split(rows), bias.split(rows), strict=True))
-    return torch.cat([_of_one(q_b, k[b : b + 1], v[b : b + 1], bias_b) for b, (q_b, bias_b) in parts if len(q_b)])
-
-
-def _of_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, bias)[0].transpose(0, 1)
+    keys, start, found = k.shape[2], 0, []
+    for b, (early, late) in enumerate(counts.tolist()):
+        groups = [(early, keys // 2), (late, keys)] if early + late >= MANY_ROWS else [(early + late, keys)]
+        for rows, seen in groups:
+            if rows:
+                own, start = slice(start, start + rows), start + rows
+                k_b, v_b = k[b : b + 1, :, :seen], v[b : b + 1, :, :seen]
+                q_b = q[own].transpose(0, 1)[None]
+                found.append(F.scaled_dot_product_attention(q_b, k_b, v_b, bias[own, :seen])[0].transpose(0, 1))
+    return torch.cat(found)
 
 
 # To a compiler it is one op: its lengths are known only when it runs. Registered without the checks of
