@@ -107,13 +107,15 @@ def _in_words(method: str, shown: list[tuple[Outcomes, Setting]]) -> str:
         about = f"- {outcomes.comparison.title}, {setting.title}: "
         for lines, phrases in zip((good, bad), weigh(outcomes, setting), strict=True):
             lines += [wrapped(f"{about}{'; '.join(phrases)}.")] if phrases else []
+    complete = all(outcomes.beside(setting) and outcomes.cost(setting) for outcomes, setting in shown)
     if not good and not bad:
-        if all(outcomes.beside(setting) and outcomes.cost(setting) for outcomes, setting in shown):
+        if complete:
             return "By our numbers it is as good as dense models of the same cost, and costs what they cost.\n"
         return "Not enough of it has run yet to say what it is good and bad at; the table shows what has.\n"
     parts = []
     for heading, lines in (("Good at, by our numbers.", good), ("Bad at, by our numbers.", bad)):
-        words = "\n".join(lines) or "- Nothing that we measured."
+        nothing = "- Nothing that we measured." if complete else "- Nothing yet, and not all of it has run."
+        words = "\n".join(lines) or nothing
         parts.append(f"**{heading}**\n\n{words}\n")
     return "\n".join(parts)
 
