@@ -13,7 +13,7 @@ from tests.tiny import TEXT, edit_json, hashes, one_line, tiny, write_corpus
 from tokendepth.config import HALTING_THRESHOLDS, PAPER_THRESHOLDS, DenseConfig, EarlyExitConfig, TSAConfig
 from tokendepth.data import load
 from tokendepth.errors import UserError
-from tokendepth.evaluate import evaluate, load_model, measure
+from tokendepth.evaluate import evaluate, has_curve, load_model, measure
 from tokendepth.runs import Run
 from tokendepth.trace import EXECUTIONS
 from tokendepth.train import train
@@ -449,6 +449,14 @@ def test_early_exit_is_executed_at_every_threshold_of_the_paper(tmp_path):
     shares = [mode["active_fraction_per_site"][:2] for mode in (counted, taken)]
     assert shares[0] == shares[1], "who leaves first has seen nobody leave"
     assert points[1.0]["read_early"]["loss"] == pytest.approx(points[1.0]["sparse"]["loss"], rel=ROUNDING)
+
+
+@pytest.mark.parametrize("exit", ["confidence", "learned"])
+def test_one_block_has_no_exits_and_no_curve(tmp_path, exit):
+    run = trained(tmp_path, method=EarlyExitConfig(exit=exit), steps=1, n_layer=1)
+    assert not has_curve(run.config)
+    with pytest.raises(UserError, match="no budget"):
+        evaluate(run, timing=False, curve=True)
 
 
 def test_learned_exits_are_executed_at_several_thresholds(tmp_path):

@@ -124,6 +124,7 @@ def test_a_folder_of_another_config_is_a_failure_and_is_left_alone(tmp_path):
 def long_sweep(folder: Path) -> tuple[subprocess.Popen, Run]:
     """A sweep in a process of its own whose one run trains by now."""
     cell = f"demo.dense:data.corpus={tiny(folder).data.corpus}:model.context=16:model.d-model=8:train.steps=4000"
+    cell += ":train.checkpoint-every=4000"  # what is saved earlier is saved because it was stopped
     words = [sys.executable, "-m", "tokendepth.cli", "sweep", cell, "--seeds", "1", "--out", str(folder / "out")]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
     (name,) = variants(cell)
@@ -173,3 +174,13 @@ def test_the_command_trains_prints_and_collects(tmp_path, capsys):
         )
     assert stop.value.code == 1
     assert "none.txt" in capsys.readouterr().err
+
+
+def test_a_curve_that_is_asked_for_later_is_added(tmp_path):
+    configs, out = {"budget": grid(tmp_path)["budget"]}, tmp_path / "sweep"
+    (plain,) = sweep(configs, out, show=False).runs
+    assert (plain.evaluation or {})["curve"] == []
+    weights = hashes(out / "budget")["model.safetensors"]
+    (curved,) = sweep(configs, out, curve=True, show=False).runs
+    assert (curved.evaluation or {})["curve"]
+    assert hashes(out / "budget")["model.safetensors"] == weights, "trained once"

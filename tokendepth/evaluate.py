@@ -213,7 +213,7 @@ def execute_at(model: LanguageModel, run: Run, at: float, dataset: Dataset) -> N
 
 def _thresholds(config: RunConfig) -> tuple[float, ...]:
     """Where the curve of a model with exits is taken."""
-    if not isinstance(config.method, EarlyExitConfig):
+    if not isinstance(config.method, EarlyExitConfig) or config.model.n_layer < 2:  # one block has nothing to leave
         return ()
     return (NEVER, *(PAPER_THRESHOLDS if config.method.exit == "confidence" else HALTING_THRESHOLDS))
 

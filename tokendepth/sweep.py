@@ -109,7 +109,8 @@ class _Sweep:
         )
 
     def run(self) -> Outcome:
-        todo = [name for name, config in self.configs.items() if not _is_done(self.out / name, config)]
+        curve = bool(self.how["curve"])
+        todo = [name for name, config in self.configs.items() if not _is_done(self.out / name, config, curve)]
         done = len(self.configs) - len(todo)
         if done:
             self._say(f"{done} of {len(self.configs)} runs are finished already")
@@ -193,15 +194,23 @@ class _Sweep:
             console.print(line, markup=False, soft_wrap=True)
 
 
-def _is_done(folder: Path, config: RunConfig) -> bool:
+def _is_done(folder: Path, config: RunConfig, curve: bool) -> bool:
     """Finished, evaluated, and of this very config (the vocabulary apart, which only the corpus knows)."""
     try:
         run = Run.open(folder)
         found, wanted = to_dict(run.config), to_dict(config)
         found["model"]["vocab_size"] = wanted["model"]["vocab_size"]
-        return run.finished and run.evaluation is not None and found == wanted
+        return run.finished and _is_evaluated(run, curve) and found == wanted
     except UserError:  # not there, or not readable: the worker says what is wrong
         return False
+
+
+def _is_evaluated(run: Run, curve: bool) -> bool:
+    """With its curve, where one is asked for and can be had."""
+    from tokendepth.evaluate import has_curve
+
+    evaluation = run.evaluation
+    return evaluation is not None and bool(evaluation["curve"] or not (curve and has_curve(run.config)))
 
 
 def train_and_evaluate(config: RunConfig, folder: str | Path, *, curve: bool, tokens: int | None = None) -> Run:
@@ -209,7 +218,7 @@ def train_and_evaluate(config: RunConfig, folder: str | Path, *, curve: bool, to
     from tokendepth.evaluate import evaluate, has_curve
 
     run = train(config, folder, resume=True, show=False)
-    if run.evaluation is None:
+    if not _is_evaluated(run, curve):
         curve = curve and has_curve(config)
         run.write_evaluation(evaluate(run, device=config.train.device, timing=False, curve=curve, tokens=tokens))
     return run

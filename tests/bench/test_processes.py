@@ -12,7 +12,7 @@ def measured(*speedups: float) -> list[dict]:
     """Two batch sizes of two fractions each."""
     asked = [(batch, fraction) for batch in (1, 8) for fraction in (0.1, 0.4)]
     facts = {"benchmark": "forward", "shape": "paper", "positions": "random", "execution": "sparse"}
-    facts |= {"dtype": "float32", "device": "CPU"}
+    facts |= {"dtype": "float32", "device": "CPU", "commit": "abc"}
     return [{**facts, "batch": b, "asked": f, "speedup": s} for (b, f), s in zip(asked, speedups, strict=True)]
 
 
@@ -30,6 +30,15 @@ def test_rows_are_written_once(tmp_path, monkeypatch):
     rows = list(processes.measure([], 3, tmp_path))
     assert read_rows(tmp_path / "forward.json") == rows
     assert [row["speedup"] for row in rows] == [2, 2, 2, 2]
+
+
+def test_processes_of_different_code_are_not_compared(tmp_path, monkeypatch):
+    changed = [{**row, "commit": "abc+changes"} for row in measured(2, 2, 2, 2)]
+    several = iter([measured(1, 1, 1, 1), changed])
+    monkeypatch.setattr(processes, "_measured", lambda words: next(several))
+    with pytest.raises(UserError, match="the code was changed"):
+        next(processes.measure([], 3, tmp_path))
+    assert not (tmp_path / "forward.json").exists()
 
 
 def test_what_a_process_says_is_said(tmp_path):

@@ -26,6 +26,7 @@ from tokendepth.studies.comparison import document, judge, matched_parameters, t
 from tokendepth.studies.grid import same
 from tokendepth.studies.outcomes import COSTS, OUTSIDE, Outcomes, interpolate
 from tokendepth.studies.settings import COMPARISONS, RUNS, SETTINGS, Setting
+from tokendepth.studies.tradeoffs import series
 
 ROOT = Path(__file__).parents[2]
 SHAKESPEARE = COMPARISONS["shakespeare"]
@@ -208,6 +209,22 @@ def test_a_loss_stands_beside_dense_models_of_its_cost():
     assert "- better: budget 0.4; two passes" in verdicts(made_up(loss=2.6, flops=3.5e6))
     assert "- worse: budget 0.4." in verdicts(made_up(loss=2.7, flops=3.5e6))
     assert "- outside: budget 0.4." in verdicts(made_up(loss=2.7, flops=7e6))
+
+
+def test_a_row_without_its_curve_is_not_run():
+    found = made_up(loss=2.6, flops=3.5e6)
+    for row in found.rows[same(found.configs[setting("budget 0.4")], seed=False)].values():
+        row["evaluation"]["curve"] = []
+    assert found.executed(setting("budget 0.4")) == []
+    assert found.first_row(setting("budget 0.4")) is None
+    assert found.executed(setting("dense, 4 layers")) != []
+
+
+def test_curves_of_one_method_can_be_told_apart():
+    looks = [(points.label, points.line) for points in series(made_up(loss=2.6, flops=3.5e6)) if points.line != "none"]
+    assert len(set(looks)) == len(looks)
+    assert ("early exit", "solid") in looks
+    assert ("early exit by correctness", "dashed") in looks
 
 
 def test_budget_routing_stands_beside_models_that_were_trained_alike():

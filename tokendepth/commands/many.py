@@ -29,7 +29,7 @@ class Sweep:
     workers: int | None = None
     """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
     curve: bool = False
-    """Also execute budget-routed runs at budgets from 0.2 to 1, those with exits at the paper's 13 thresholds."""
+    """Also execute budget-routed runs at budgets from 0.2 to 1, those with exits at a row of thresholds."""
     out: Path = Path("runs/sweep")
     """Folder of the run folders."""
     results: Path | None = None

@@ -94,7 +94,8 @@ def _table(rows: list[Row]) -> str:
               "wanted", "auto"]  # fmt: skip
     lines = [titles, ["--:" if title not in ("which", "wanted") else "---" for title in titles]]
     lines += [_line(row) for row in rows]
-    about = f"{rows[0]['dtype']}; torch {rows[0]['torch']}, commit {rows[0]['commit']}"
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
+    about = f"{rows[0]['dtype']}; torch {rows[0]['torch']}, commit {commits}"
     if count := len(rows[0].get("speedup_processes", ())):
         about += f"; {count} processes, of each batch size the one in the middle"
     return "".join("| " + " | ".join(line) + " |\n" for line in lines) + f"\n{about}.\n"

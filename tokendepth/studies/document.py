@@ -124,7 +124,10 @@ def _took(evidence: Evidence) -> str:
 
 def _together(calls: list[Row]) -> str:
     minutes, runs = (sum(call[key] for call in calls) for key in ("minutes", "runs"))
-    return f"{minutes:.1f} minutes ({runs} runs in {len(calls)} {'call' if len(calls) == 1 else 'calls'})"
+    runs, times = (
+        f"{count} {word}{'' if count == 1 else 's'}" for count, word in ((runs, "run"), (len(calls), "call"))
+    )
+    return f"{minutes:.1f} minutes ({runs} in {times})"
 
 
 def _bold(finding: Finding, evidence: Evidence) -> str:

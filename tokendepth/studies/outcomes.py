@@ -55,7 +55,10 @@ class Outcomes:
         return cls(comparison, configs, by_experiment([r for name in comparison.files for r in rows(name)]), costs)
 
     def _seeds(self, setting: Setting) -> dict[int, Row]:
-        return self.rows.get(_experiment(self.configs[setting]), {})
+        """Of a setting that is a point of a curve, those that have one."""
+        found = self.rows.get(_experiment(self.configs[setting]), {})
+        on_a_curve = setting.budget is not None or setting.skips is not None
+        return {seed: row for seed, row in found.items() if row["evaluation"]["curve"]} if on_a_curve else found
 
     def first_row(self, setting: Setting) -> Row | None:
         return self._seeds(setting).get(0)

@@ -22,6 +22,9 @@ LOOKS = {
     "switch": ("Switch", GREEN, "*"),
 }
 
+LINES = ("solid", "dashed", "dotted")
+"""Of the models of one method that have a curve."""
+
 
 def draw(outcomes: Outcomes, highlight: str | None = None) -> Drawing | None:
     """`highlight` is a method's name."""
@@ -41,7 +44,7 @@ def draw(outcomes: Outcomes, highlight: str | None = None) -> Drawing | None:
 
 def series(outcomes: Outcomes) -> list[Points]:
     found = []
-    curves: set[str] = set()
+    curves: dict[str, list[str]] = {}
     for setting in outcomes.comparison.settings:
         if setting.method not in LOOKS:
             continue
@@ -49,9 +52,11 @@ def series(outcomes: Outcomes) -> list[Points]:
         if setting.budget is None and setting.skips is None:
             place = _place(outcomes, setting)
             found.append(Points(label, [place] if place else [], colour, marker, "none", filled=not setting.matched))
-        elif setting.cell not in curves:
-            curves.add(setting.cell)
-            found.append(Points(label, outcomes.curve(setting), colour, marker, "solid"))
+        elif setting.cell not in (drawn := curves.setdefault(setting.method, [])):
+            line = LINES[len(drawn)]
+            drawn.append(setting.cell)
+            label = label if line == "solid" else setting.title.removesuffix(", half")
+            found.append(Points(label, outcomes.curve(setting), colour, marker, line))
     return found
 
 
