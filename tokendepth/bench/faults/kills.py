@@ -83,9 +83,11 @@ def kill_rank(folder: Path, count: int, tell: Tell) -> Outcome:
                 outcome.attempts += 1
                 tell(outcome.attempts, count)
         code = _ended(torchrun)
-        outcome.check(code == 0, f"{run.name}: torchrun ended with code {code}")
+        words = log.read_text(errors="replace")
+        errors = "; ".join(re.findall(r"^.*Error\b.*$|^tokendepth: .*$", words, re.MULTILINE)[-4:])
+        outcome.check(code == 0, f"{run.name}: torchrun ended with code {code}: {errors}")
         outcome.compare(run, expected)
-        outcome.said(re.findall(r"^tokendepth: (.*)", log.read_text(errors="replace"), re.MULTILINE), folder)
+        outcome.said(re.findall(r"^tokendepth: (.*)", words, re.MULTILINE), folder)
         finished += 1
     outcome.figures["runs compared"] = finished
     return outcome
