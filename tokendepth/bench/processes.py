@@ -1,4 +1,4 @@
-"""The same measured by several processes, one after the other: processes on one machine differ for all their life."""
+"""The same measured by several processes, one after the other: two cores are not worth the same at all times."""
 
 import json
 import statistics
