@@ -283,12 +283,18 @@ def test_a_page_has_its_equation_figure_and_command(method):
 
 
 def test_a_page_says_what_is_good_and_bad():
-    found = made_up(loss=2.6, flops=3.5e6)
     drawing = {"budget": [Drawing("name", "caption", b"", b"")]}
-    page = pages.render("<!-- numbers: budget -->\nold\n<!-- end -->", [found], drawing)
-    assert "old" not in page
-    assert re.search(r"\*\*Good at.*?\*\*\n\n- Tiny-Shakespeare, budget 0.4: loss -1.8\d% ± 0.0\d% against", page)
-    assert "- Nothing yet, and not all of it has run." in page, "costs are not there"
+
+    def page(loss: float) -> str:
+        found = made_up(loss, flops=3.5e6)
+        return pages.render("<!-- numbers: budget -->\nold\n<!-- end -->", [found], drawing).replace("\n  ", " ")
+
+    line = r"- Tiny-Shakespeare, budget 0.4: loss {}\d% ± 0.0\d% against {} of the same executed FLOPs"
+    good, bad = page(2.6).split("**Bad at")
+    assert "old" not in good
+    assert re.search(line.format("-1.8", "dense models"), good)
+    assert re.search(line.format("[+]6.1", "models") + " that were trained by two passes too", bad)
+    assert "- Nothing yet, and not all of it has run." in page(2.4), "better than both, and costs are not there"
 
 
 def test_the_drawings_are_true():

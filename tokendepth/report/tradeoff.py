@@ -16,6 +16,8 @@ Place = tuple[float, float, float]
 PALE = "#c9ced3"
 HEADROOM = 0.06
 """The frame ends this far above the best dense loss; what lies higher would press the rest together."""
+MARGIN = 0.01
+"""But no lower than this above the worst one: the line to beat is seen whole."""
 WORD = 0.065
 """How much of the frame's width a loss takes when it is written."""
 TICKS = [n * 10**power for power in range(3, 10) for n in (1, 1.5, 2, 3, 4, 5, 7)]
@@ -32,7 +34,8 @@ def tradeoff(
         lines = (len({one.label for one in series}) + 2) // 2
         figure = Figure(figsize=(WIDTH, 3.2 + 0.17 * lines), layout="constrained")
         axes = figure.subplots()
-        top = (1 + HEADROOM) * min(loss for _, (_, loss, _) in dense)
+        losses = [loss for _, (_, loss, _) in dense]
+        top = max((1 + HEADROOM) * min(losses), (1 + MARGIN) * max(losses))
         handles: dict[str, object] = {"dense, fewer layers": _dense(axes, dense)}
         outside: list[tuple[float, float]] = []
         for one in sorted(series, key=lambda one: _shown(one, highlight)):  # what is highlighted lies above the others

@@ -33,7 +33,8 @@ since routers cost a little more than the layers that they guard; further off it
 - **training FLOPs**: per token of a training step, forward and backward, counted as they are dispatched.
 - **K/V bytes**: keys and values per token in float32, counted in the cache after reading validation text; `of` names
   the room that the cache reserves where that is more, since its shapes are fixed.
-- **speed**: of a forward pass on a CPU against the dense model with six layers, measured; above 1 is faster.
+- **speed**: of a forward pass on a CPU against the dense model with six layers, measured; above 1 is faster. How
+  much of what is skipped shows depends on the number of threads: [SPEED.md](SPEED.md) has two cores and a GPU.
 """
 NOTES = """\
 - Switch chooses among experts of one cost: it skips only what overflows, and saves no depth by design.

@@ -121,7 +121,7 @@ class Outcomes:
                 by_seed.setdefault(one.seed, []).append((one.flops_per_token, one.loss))
         for one in self.executed(setting):
             line = sorted(by_seed.get(one.seed, []))
-            if len(line) == len(line_of):
+            if line and len(line) == len(line_of):
                 yield one.loss, interpolate(line, one.flops_per_token)
 
 

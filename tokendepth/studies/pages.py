@@ -120,6 +120,10 @@ def _in_words(method: str, shown: list[tuple[Outcomes, Setting]]) -> str:
     return "\n".join(parts)
 
 
+BESIDE = {
+    "dense": "dense models of the same executed FLOPs",
+    "two_passes": "models of the same executed FLOPs that were trained by two passes too",
+}
 WEIGHED = {
     "training FLOPs": "the dense FLOPs in training",
     "parameters": "the dense parameters",
@@ -131,18 +135,27 @@ def weigh(outcomes: Outcomes, setting: Setting) -> tuple[list[str], list[str]]:
     """What speaks for a setting and what against it, by rule."""
     good: list[str] = []
     bad: list[str] = []
-    against = outcomes.beside(setting)
-    if against is not None and against != OUTSIDE and (verdict := judge(against[1])) != "even":
-        words = f"loss {against[1].text('+.2%')} against dense models of the same executed FLOPs"
-        (good if verdict == "better" else bad).append(words)
+    for line, others in BESIDE.items():
+        if line != "dense" and line not in CONTROLS.get(setting.method, ()):
+            continue
+        against = outcomes.beside(setting, line)
+        if against is not None and against != OUTSIDE and (verdict := judge(against[1])) != "even":
+            words = f"loss {against[1].text('+.2%')} against {others}"
+            (good if verdict == "better" else bad).append(words)
     ratios = costs_to_dense(outcomes, setting)
     for name, words in WEIGHED.items():
         if abs(ratios.get(name, 1.0) - 1) > NOTABLE:
             (good if ratios[name] < 1 else bad).append(f"{ratios[name]:.2f} of {words}")
     if abs(ratios.get("speed", 1.0) - 1) > NOTABLE:
-        words = f"{ratios['speed']:.2f} of the dense speed on a CPU at {ratios['FLOPs']:.2f} of its FLOPs"
-        (good if ratios["speed"] > 1 else bad).append(words)
+        words = f"{ratios['speed']:.2f} of the dense speed at {ratios['FLOPs']:.2f} of its FLOPs"
+        (good if ratios["speed"] > 1 else bad).append(f"{words} ({_device(outcomes, setting)})")
     return good, bad
+
+
+def _device(outcomes: Outcomes, setting: Setting) -> str:
+    cost = outcomes.cost(setting)
+    assert cost is not None, "what has a speed has costs"
+    return cost["time"]["device"]
 
 
 def _best_layers(shown: list[tuple[Outcomes, Setting]]) -> str:

@@ -2,7 +2,7 @@
 
 from tokendepth.report.figures import Drawing
 from tokendepth.report.palette import INK
-from tokendepth.report.paper import BLUE, GREEN, ORANGE, PINK, SKY, VERMILLION, Points
+from tokendepth.report.paper import BLUE, GREEN, GREY, ORANGE, PINK, SKY, VERMILLION, Points
 from tokendepth.report.summary import Stat
 from tokendepth.report.tradeoff import Place, tradeoff
 from tokendepth.studies.outcomes import Outcomes
@@ -11,7 +11,7 @@ from tokendepth.studies.settings import Setting
 # Markers differ too: six colours are as many as stay apart to every eye.
 LOOKS = {
     "random": ("random routing", INK, "x"),
-    "two_passes": ("nothing skipped, two passes", SKY, "o"),
+    "two_passes": ("dense, two passes", GREY, "d"),
     "tsa": ("TSA", VERMILLION, "s"),
     "budget": ("budget", BLUE, "o"),
     "early_exit": ("early exit", GREEN, "^"),
@@ -34,19 +34,20 @@ def draw(outcomes: Outcomes, highlight: str | None = None) -> Drawing | None:
             dense.append((setting.title.removeprefix("dense, "), place))
     name = f"compare-{corpus}" + (f"-{highlight}" if highlight else "")
     caption = (
-        f"{outcomes.comparison.title}: validation loss over executed FLOPs per token. A line is one trained model at "
-        "several budgets or thresholds, a lone mark a model of its own, a hollow one made to match the parameters; "
-        "bars are standard deviations over the seeds. A number above the frame is a loss too high for it."
+        f"{outcomes.comparison.title}: validation loss over executed FLOPs per token. A coloured line is one trained "
+        "model at several budgets or thresholds, a lone mark a model of its own, a hollow one made to match the parameters; "
+        "grey lines skip nothing and have fewer layers; bars are standard deviations over the seeds. "
+        "A number above the frame is a loss too high for it."
     )
     label = LOOKS[highlight][0] if highlight else None
     return tradeoff(name, caption, dense, series(outcomes), label)
 
 
 def series(outcomes: Outcomes) -> list[Points]:
-    found = []
+    found = [_trained_alike(outcomes)]
     curves: dict[str, list[str]] = {}
     for setting in outcomes.comparison.settings:
-        if setting.method not in LOOKS:
+        if setting.method not in LOOKS or setting.method == "two_passes":
             continue
         label, colour, marker = LOOKS[setting.method]
         if setting.budget is None and setting.skips is None:
@@ -58,6 +59,13 @@ def series(outcomes: Outcomes) -> list[Points]:
             label = label if line == "solid" else setting.title.removesuffix(", half")
             found.append(Points(label, outcomes.curve(setting), colour, marker, line))
     return found
+
+
+def _trained_alike(outcomes: Outcomes) -> Points:
+    """What skips nothing and was trained as budget routing is: a second grey line."""
+    label, colour, marker = LOOKS["two_passes"]
+    places = [place for setting in outcomes.of("two_passes") if (place := _place(outcomes, setting))]
+    return Points(label, sorted(places), colour, marker, "dashed")
 
 
 def _place(outcomes: Outcomes, setting: Setting) -> Place | None:
