@@ -35,8 +35,8 @@ def draw(outcomes: Outcomes, highlight: str | None = None) -> Drawing | None:
     name = f"compare-{corpus}" + (f"-{highlight}" if highlight else "")
     caption = (
         f"{outcomes.comparison.title}: validation loss over executed FLOPs per token. A coloured line is one trained "
-        "model at several budgets or thresholds, a lone mark a model of its own, a hollow one made to match the parameters; "
-        "grey lines skip nothing and have fewer layers; bars are standard deviations over the seeds. "
+        "model at several budgets or thresholds, a lone mark a model of its own, a hollow one made to match the "
+        "parameters; grey lines skip nothing and have fewer layers; bars are standard deviations over the seeds. "
         "A number above the frame is a loss too high for it."
     )
     label = LOOKS[highlight][0] if highlight else None
