@@ -13,13 +13,15 @@ from tokendepth.report.paper import GREY, Points
 
 Place = tuple[float, float, float]
 """FLOPs per token, loss, and its standard deviation over the seeds."""
+Outside = tuple[float, str, str]
+"""FLOPs per token of a place above the frame, what is written there, and its colour."""
 PALE = "#c9ced3"
 HEADROOM = 0.06
 """The frame ends this far above the best dense loss; what lies higher would press the rest together."""
 MARGIN = 0.01
 """But no lower than this above the worst one: the line to beat is seen whole."""
-WORD = 0.065
-"""How much of the frame's width a loss takes when it is written."""
+LETTER = 0.0125
+"""How much of the frame's width a letter takes."""
 TICKS = [n * 10**power for power in range(3, 10) for n in (1, 1.5, 2, 3, 4, 5, 7)]
 
 
@@ -37,14 +39,16 @@ def tradeoff(
         losses = [loss for _, (_, loss, _) in dense]
         top = max((1 + HEADROOM) * min(losses), (1 + MARGIN) * max(losses))
         handles: dict[str, object] = {"dense, fewer layers": _dense(axes, dense)}
-        outside: list[tuple[float, float]] = []
+        outside: list[Outside] = []
         for one in sorted(series, key=lambda one: _shown(one, highlight)):  # what is highlighted lies above the others
             handle, above = _draw(axes, one, top, pale=not _shown(one, highlight))
             if _shown(one, highlight):
                 handles.setdefault(one.label, handle)
-                outside += above
+                short = one.label.split(",")[0].removeprefix("early ")
+                outside += [(x, f"{short} {y:.2f}", one.colour) for x, y in above]
         axes.set_ylim(top=top)
         axes.set_xscale("log")
+        axes.set_xlim(left=0.9 * axes.get_xlim()[0])  # room for what is written beside the first place
         _name(axes, outside, top)
         axes.xaxis.set_major_locator(FixedLocator(TICKS))
         axes.xaxis.set_minor_locator(NullLocator())
@@ -62,7 +66,7 @@ def _shown(one: Points, highlight: str | None) -> bool:
 def _dense(axes: Axes, dense: Sequence[tuple[str, Place]]) -> object:
     ordered = sorted(dense, key=lambda one: one[1])
     for words, (x, y, _) in ordered:
-        axes.annotate(words, (x, y), textcoords="offset points", xytext=(3, -9), fontsize=7, color=INK)
+        axes.annotate(words, (x, y), ha="right", textcoords="offset points", xytext=(-3, -8), fontsize=7, color=INK)
     xs, ys, spreads = zip(*(place for _, place in ordered), strict=True)
     return axes.errorbar(xs, ys, spreads, color=GREY, marker="o", markersize=4, capsize=2, linewidth=1.2)
 
@@ -85,13 +89,13 @@ def _draw(axes: Axes, one: Points, top: float, *, pale: bool) -> tuple[object, l
     return drawn, on_the_edge
 
 
-def _name(axes: Axes, outside: list[tuple[float, float]], top: float) -> None:
-    """The losses of places above the frame, over its edge: one line higher where two would lie on each other."""
+def _name(axes: Axes, outside: list[Outside], top: float) -> None:
+    """Places above the frame, over its edge: one line higher where words would lie on each other."""
     first, last = axes.get_xlim()
     ends: list[float] = []  # of each line of words, how far it is filled
-    for x, y in sorted(outside):
-        at = math.log(x / first) / math.log(last / first)
-        line = next((n for n, end in enumerate(ends) if at >= end), len(ends))
-        ends[line : line + 1] = [at + WORD]
+    for x, words, colour in sorted(outside):
+        at, half = math.log(x / first) / math.log(last / first), LETTER * (len(words) + 2) / 2
+        line = next((n for n, end in enumerate(ends) if at - half >= end), len(ends))
+        ends[line : line + 1] = [at + half]
         offset = {"textcoords": "offset points", "xytext": (0, 5 + 8 * line)}
-        axes.annotate(f"{y:.2f}", (x, top), ha="center", fontsize=7, **offset)
+        axes.annotate(words, (x, top), ha="center", fontsize=7, color=colour, **offset)

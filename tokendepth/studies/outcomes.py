@@ -12,7 +12,7 @@ from tokendepth.results import Row, read_rows
 from tokendepth.studies import settings
 from tokendepth.studies.evidence import by_experiment
 from tokendepth.studies.grid import same
-from tokendepth.studies.settings import TOLERANCE, Comparison, Setting
+from tokendepth.studies.settings import SAME_FLOPS, SAME_PARAMETERS, Comparison, Setting
 
 COSTS = "compare_costs.json"
 OUTSIDE = "outside"
@@ -55,8 +55,9 @@ class Outcomes:
         return cls(comparison, configs, by_experiment([r for name in comparison.files for r in rows(name)]), costs)
 
     def _seeds(self, setting: Setting) -> dict[int, Row]:
-        """Of a setting that is a point of a curve, those that have one."""
-        found = self.rows.get(_experiment(self.configs[setting]), {})
+        """Those of the comparison, though more may have run; of a point of a curve, those that have one."""
+        ran = self.rows.get(_experiment(self.configs[setting]), {})
+        found = {seed: row for seed, row in ran.items() if seed < self.comparison.seeds}
         on_a_curve = setting.budget is not None or setting.skips is not None
         return {seed: row for seed, row in found.items() if row["evaluation"]["curve"]} if on_a_curve else found
 
@@ -66,6 +67,32 @@ class Outcomes:
     def cost(self, setting: Setting) -> Row | None:
         row = self.first_row(setting)
         return None if row is None else self.costs.get((_experiment(self.configs[setting]), setting.point(row)))
+
+    def costs_of(self, setting: Setting) -> dict[str, float] | None:
+        """What a setting costs besides the FLOPs of its execution; times are those of the dense model's one."""
+        row, parameters = self.cost(setting), self.stat(setting, "parameters")
+        if row is None or parameters is None:
+            return None
+        model, train = self.configs[setting].model, self.configs[setting].train
+        tokens = train.steps * train.batch_size * train.accumulate * model.context
+        return {
+            "training FLOPs": row["training_flops_per_token"] * tokens,
+            "parameters": parameters.mean,
+            "keys and values": row["kv_bytes_per_token"],
+            "time": 1 / row["time"]["speedup"],
+        }
+
+    def dense_costs(self, flops: float) -> dict[str, float] | None:
+        """What dense models of the same executed FLOPs cost, on the straight line between them; none is outside."""
+        places = [self.stat(one, "flops_per_token") for one in self.of("dense")]
+        costs = [self.costs_of(one) for one in self.of("dense")]
+        known = sorted((place.mean, n) for n, place in enumerate(places) if place)
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for x, n in known:
+            for name, cost in (costs[n] or {}).items():
+                lines.setdefault(name, []).append((x, cost))
+        whole = {name: interpolate(line, flops) for name, line in lines.items() if len(line) == len(places)}
+        return {name: float(cost) for name, cost in whole.items() if cost != OUTSIDE} or None
 
     def executed(self, setting: Setting) -> list[Executed]:
         """By seed; a setting that is chosen on its first seed needs that one."""
@@ -94,7 +121,7 @@ class Outcomes:
 
     def has_matched_parameters(self, setting: Setting) -> bool:
         mine, dense = (self.stat(one, "parameters") for one in (setting, self.comparison.settings[0]))
-        return mine is not None and dense is not None and abs(mine.mean / dense.mean - 1) <= TOLERANCE
+        return mine is not None and dense is not None and abs(mine.mean / dense.mean - 1) <= SAME_PARAMETERS
 
     # -- the dense models
 
@@ -114,6 +141,12 @@ class Outcomes:
         dense = Stat(tuple(float(dense) for _, dense in pairs))
         return dense, Stat(tuple(loss / float(dense) - 1 for loss, dense in pairs))
 
+    def against_six_layers(self, setting: Setting) -> Stat | None:
+        """The difference to the dense model with six layers, seed by seed, whatever the two cost."""
+        dense = {one.seed: one.loss for one in self.executed(self.comparison.settings[0])}
+        values = tuple(one.loss / dense[one.seed] - 1 for one in self.executed(setting) if one.seed in dense)
+        return Stat(values) if values else None
+
     def _pairs(self, setting: Setting, line_of: list[Setting]) -> Iterator[tuple[float, float | str]]:
         by_seed: dict[int, list[tuple[float, float]]] = {}
         for layers in line_of:
@@ -131,7 +164,7 @@ def interpolate(line: list[tuple[float, float]], x: float) -> float | str:
     Just beyond an end its height still counts: routers cost a little more than the layers that they guard.
     """
     places = [place for place, _ in line]
-    if not places[0] * (1 - TOLERANCE) <= x <= places[-1] * (1 + TOLERANCE):
+    if not places[0] * (1 - SAME_FLOPS) <= x <= places[-1] * (1 + SAME_FLOPS):
         return OUTSIDE
     right = bisect.bisect_left(places, x)
     if right in (0, len(line)):

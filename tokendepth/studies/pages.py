@@ -11,7 +11,7 @@ from pathlib import Path
 from tokendepth.files import write_bytes
 from tokendepth.report.figures import Drawing
 from tokendepth.report.schematic import SCHEMATICS, schematic
-from tokendepth.results import Row
+from tokendepth.report.summary import Stat
 from tokendepth.studies import comparison
 from tokendepth.studies.comparison import beside, judge, table, wrapped
 from tokendepth.studies.evidence import NOT_RUN, show
@@ -46,11 +46,13 @@ def _numbers(method: str, all_outcomes: list[Outcomes]) -> str:
     titles = ["corpus", "setting", "loss", "dense, same FLOPs", "difference", "FLOPs / dense", "training FLOPs / dense",
               "parameters / dense", "K/V / dense", "speed"]  # fmt: skip
     rows = [[o.comparison.title, s.title, *_figures(o, s)] for o, s in shown]
-    return "\n".join([*parts, table(titles, rows, words=2), f"{_ABOUT}\n"])
+    devices = sorted({cost["time"]["device"] for o, s in shown if (cost := o.cost(s))})
+    speeds = f" Speeds are of {', '.join(devices)}, op by op; [SPEED.md](../SPEED.md) has others." if devices else ""
+    return "\n".join([*parts, table(titles, rows, words=2), f"{wrapped(_ABOUT + speeds)}\n"])
 
 
-_ABOUT = wrapped(
-    "Dense is the model with six layers. How each number is measured: [COMPARISON.md](../COMPARISON.md). "
+_ABOUT = (
+    "In the table dense is the model with six layers. How each number is measured: [COMPARISON.md](../COMPARISON.md). "
     "`outside`: no dense model of 2 to 6 layers costs as much or as little."
 )
 
@@ -81,18 +83,11 @@ def costs_to_dense(outcomes: Outcomes, setting: Setting) -> dict[str, float]:
         mine, dense = outcomes.stat(setting, name), outcomes.stat(first, name)
         if mine and dense:
             found[title] = mine.mean / dense.mean
-    cost, plain = outcomes.cost(setting), outcomes.cost(first)
-    if cost and plain:
-        found |= _cost_ratios(cost, plain)
+    costs, dense = outcomes.costs_of(setting), outcomes.costs_of(first)
+    if costs and dense:
+        found |= {name: costs[name] / dense[name] for name in costs if name != "time"}
+        found["speed"] = 1 / costs["time"]
     return found
-
-
-def _cost_ratios(cost: Row, plain: Row) -> dict[str, float]:
-    return {
-        "training FLOPs": cost["training_flops_per_token"] / plain["training_flops_per_token"],
-        "keys and values": cost["kv_bytes_per_token"] / plain["kv_bytes_per_token"],
-        "speed": cost["time"]["speedup"],
-    }
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------
@@ -104,7 +99,7 @@ def _in_words(method: str, shown: list[tuple[Outcomes, Setting]]) -> str:
     good: list[str] = []
     bad: list[str] = []
     for outcomes, setting in shown:
-        about = f"- {outcomes.comparison.title}, {setting.title}: "
+        about = f"- {outcomes.comparison.title}, {setting.title}{_outside(outcomes, setting)}: "
         for lines, phrases in zip((good, bad), weigh(outcomes, setting), strict=True):
             lines += [wrapped(f"{about}{'; '.join(phrases)}.")] if phrases else []
     complete = all(outcomes.beside(setting) and outcomes.cost(setting) for outcomes, setting in shown)
@@ -113,49 +108,52 @@ def _in_words(method: str, shown: list[tuple[Outcomes, Setting]]) -> str:
             return "By our numbers it is as good as dense models of the same cost, and costs what they cost.\n"
         return "Not enough of it has run yet to say what it is good and bad at; the table shows what has.\n"
     parts = []
-    for heading, lines in (("Good at, by our numbers.", good), ("Bad at, by our numbers.", bad)):
+    for heading, lines in (("Good at", good), ("Bad at", bad)):
         nothing = "- Nothing that we measured." if complete else "- Nothing yet, and not all of it has run."
         words = "\n".join(lines) or nothing
-        parts.append(f"**{heading}**\n\n{words}\n")
+        parts.append(f"**{heading}, by our numbers**, beside dense models of the same executed FLOPs:\n\n{words}\n")
     return "\n".join(parts)
 
 
-BESIDE = {
-    "dense": "dense models of the same executed FLOPs",
-    "two_passes": "models of the same executed FLOPs that were trained by two passes too",
-}
-WEIGHED = {
-    "training FLOPs": "the dense FLOPs in training",
-    "parameters": "the dense parameters",
-    "keys and values": "the dense keys and values",
-}
+def _outside(outcomes: Outcomes, setting: Setting) -> str:
+    if outcomes.beside(setting) != OUTSIDE:
+        return ""
+    share = costs_to_dense(outcomes, setting)["FLOPs"]
+    return f", at {share:.2f} of the FLOPs of the dense model with six layers, beside that"
 
 
 def weigh(outcomes: Outcomes, setting: Setting) -> tuple[list[str], list[str]]:
-    """What speaks for a setting and what against it, by rule."""
+    """What speaks for a setting and what against it, by rule, beside dense models of the same executed FLOPs.
+
+    Where there are none, beside the one with six layers.
+    """
     good: list[str] = []
     bad: list[str] = []
-    for line, others in BESIDE.items():
-        if line != "dense" and line not in CONTROLS.get(setting.method, ()):
-            continue
-        against = outcomes.beside(setting, line)
-        if against is not None and against != OUTSIDE and (verdict := judge(against[1])) != "even":
-            words = f"loss {against[1].text('+.2%')} against {others}"
-            (good if verdict == "better" else bad).append(words)
-    ratios = costs_to_dense(outcomes, setting)
-    for name, words in WEIGHED.items():
-        if abs(ratios.get(name, 1.0) - 1) > NOTABLE:
-            (good if ratios[name] < 1 else bad).append(f"{ratios[name]:.2f} of {words}")
-    if abs(ratios.get("speed", 1.0) - 1) > NOTABLE:
-        words = f"{ratios['speed']:.2f} of the dense speed at {ratios['FLOPs']:.2f} of its FLOPs"
-        (good if ratios["speed"] > 1 else bad).append(f"{words} ({_device(outcomes, setting)})")
+    against, flops = outcomes.beside(setting), outcomes.stat(setting, "flops_per_token")
+    if against == OUTSIDE:
+        difference = outcomes.against_six_layers(setting)
+        dense = outcomes.costs_of(outcomes.comparison.settings[0])
+    else:
+        difference = against[1] if against else None
+        dense = outcomes.dense_costs(flops.mean) if flops else None
+    if difference is not None:
+        _by_loss(difference, "", good, bad)
+    if setting.level != "any" and "two_passes" in CONTROLS.get(setting.method, ()):
+        alike = outcomes.beside(setting, "two_passes")
+        if alike is not None and alike != OUTSIDE:
+            _by_loss(alike[1], " beside those that were trained by two passes too", good, bad)
+    mine = outcomes.costs_of(setting)
+    if mine and dense:
+        for name, ratio in ((name, mine[name] / dense[name]) for name in dense):
+            if abs(ratio - 1) > NOTABLE:
+                words = f"{ratio:.2f} of the {name}" if name != "time" else f"{1 / ratio:.2f} of the speed"
+                (good if ratio < 1 else bad).append(words)
     return good, bad
 
 
-def _device(outcomes: Outcomes, setting: Setting) -> str:
-    cost = outcomes.cost(setting)
-    assert cost is not None, "what has a speed has costs"
-    return cost["time"]["device"]
+def _by_loss(difference: Stat, words: str, good: list[str], bad: list[str]) -> None:
+    if (verdict := judge(difference)) in ("better", "worse"):
+        (good if verdict == "better" else bad).append(f"loss {difference.text('+.2%')}{words}")
 
 
 def _best_layers(shown: list[tuple[Outcomes, Setting]]) -> str:

@@ -18,8 +18,10 @@ from tokendepth.studies import tables
 Level = Literal["half", "mild", "any"]
 """The budget that a setting aims at; any where it aims at none."""
 LAYERS = (6, 5, 4, 3, 2)
-TOLERANCE = 0.03
-"""Parameters and FLOPs count as matched within this share of the dense model's."""
+SAME_FLOPS = 0.03
+"""How far beyond its last model the line of dense models still stands for a cost, as a share of it."""
+SAME_PARAMETERS = 0.04
+"""Parameters count as matched within this share of the dense model's."""
 
 
 @dataclass(frozen=True)

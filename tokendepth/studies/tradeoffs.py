@@ -8,18 +8,19 @@ from tokendepth.report.tradeoff import Place, tradeoff
 from tokendepth.studies.outcomes import Outcomes
 from tokendepth.studies.settings import Setting
 
+BROWN, PURPLE = "#7a4a21", "#4b2e83"  # dark, so that they stay apart from the others by lightness
 # Markers differ too: six colours are as many as stay apart to every eye.
 LOOKS = {
     "random": ("random routing", INK, "x"),
-    "two_passes": ("dense, two passes", GREY, "d"),
+    "two_passes": ("two passes, nothing skipped", GREY, "d"),
     "tsa": ("TSA", VERMILLION, "s"),
     "budget": ("budget", BLUE, "o"),
     "early_exit": ("early exit", GREEN, "^"),
     "mod": ("MoD", PINK, "D"),
     "mor": ("MoR", ORANGE, "P"),
     "act": ("ACT", SKY, "X"),
-    "itt": ("ITT", INK, "v"),
-    "switch": ("Switch", GREEN, "*"),
+    "itt": ("ITT", BROWN, "v"),
+    "switch": ("Switch", PURPLE, "*"),
 }
 
 LINES = ("solid", "dashed", "dotted")
@@ -37,7 +38,7 @@ def draw(outcomes: Outcomes, highlight: str | None = None) -> Drawing | None:
         f"{outcomes.comparison.title}: validation loss over executed FLOPs per token. A coloured line is one trained "
         "model at several budgets or thresholds, a lone mark a model of its own, a hollow one made to match the "
         "parameters; grey lines skip nothing and have fewer layers; bars are standard deviations over the seeds. "
-        "A number above the frame is a loss too high for it."
+        "Above the frame stand losses too high for it; of a line, where it comes nearest."
     )
     label = LOOKS[highlight][0] if highlight else None
     return tradeoff(name, caption, dense, series(outcomes), label)
@@ -56,7 +57,7 @@ def series(outcomes: Outcomes) -> list[Points]:
         elif setting.cell not in (drawn := curves.setdefault(setting.method, [])):
             line = LINES[len(drawn)]
             drawn.append(setting.cell)
-            label = label if line == "solid" else setting.title.removesuffix(", half")
+            label = setting.title.removesuffix(", half") if setting.skips or line != "solid" else label
             found.append(Points(label, outcomes.curve(setting), colour, marker, line))
     return found
 
