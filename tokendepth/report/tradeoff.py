@@ -26,9 +26,13 @@ TICKS = [n * 10**power for power in range(3, 10) for n in (1, 1.5, 2, 3, 4, 5, 7
 
 
 def tradeoff(
-    name: str, caption: str, dense: Sequence[tuple[str, Place]], series: Sequence[Points], highlight: str | None = None
+    name: str,
+    caption: str,
+    dense: Sequence[tuple[str, Place]],
+    series: Sequence[Points],
+    highlight: tuple[str, ...] = (),
 ) -> Drawing | None:
-    """`dense` are labelled places on the grey line; with `highlight`, all labels that do not begin so are pale."""
+    """`dense` are labelled places on the grey line; with `highlight`, labels that begin otherwise are pale."""
     series = [one for one in series if one.points]
     if not dense or not series:
         return None
@@ -59,8 +63,8 @@ def tradeoff(
         return render(figure, name, caption)
 
 
-def _shown(one: Points, highlight: str | None) -> bool:
-    return highlight is None or one.label.startswith(highlight)
+def _shown(one: Points, highlight: tuple[str, ...]) -> bool:
+    return not highlight or one.label.startswith(highlight)
 
 
 def _dense(axes: Axes, dense: Sequence[tuple[str, Place]]) -> object:

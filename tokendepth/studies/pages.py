@@ -177,7 +177,7 @@ def write(results: Path, docs: Path) -> None:
         drawings = [schematic(method)]
         for outcomes in all_outcomes if method in LOOKS else []:
             ran = any(outcomes.stat(s, "loss") for s in outcomes.comparison.settings if s.method == method)
-            if ran and (drawing := draw(outcomes, method)):
+            if ran and (drawing := draw(outcomes, method, *CONTROLS.get(method, ()))):
                 drawings.append(drawing)
         for drawing in drawings:
             write_bytes(docs / "figures" / f"{drawing.name}.svg", drawing.svg)

@@ -27,21 +27,20 @@ LINES = ("solid", "dashed", "dotted")
 """Of the models of one method that have a curve."""
 
 
-def draw(outcomes: Outcomes, highlight: str | None = None) -> Drawing | None:
-    """`highlight` is a method's name."""
+def draw(outcomes: Outcomes, *highlight: str) -> Drawing | None:
+    """`highlight` is a method's name, and those of its controls."""
     corpus, dense = outcomes.comparison.corpus, []
     for setting in outcomes.of("dense"):
         if place := _place(outcomes, setting):
             dense.append((setting.title.removeprefix("dense, "), place))
-    name = f"compare-{corpus}" + (f"-{highlight}" if highlight else "")
+    name = "-".join(["compare", corpus, *highlight[:1]])
     caption = (
         f"{outcomes.comparison.title}: validation loss over executed FLOPs per token. A coloured line is one trained "
         "model at several budgets or thresholds, a lone mark a model of its own, a hollow one made to match the "
         "parameters; grey lines skip nothing and have fewer layers; bars are standard deviations over the seeds. "
         "Above the frame stand losses too high for it; of a line, where it comes nearest."
     )
-    label = LOOKS[highlight][0] if highlight else None
-    return tradeoff(name, caption, dense, series(outcomes), label)
+    return tradeoff(name, caption, dense, series(outcomes), tuple(LOOKS[method][0] for method in highlight))
 
 
 def series(outcomes: Outcomes) -> list[Points]:
