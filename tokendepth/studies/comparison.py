@@ -85,8 +85,9 @@ def matched_parameters(outcomes: Outcomes) -> str:
     for setting in outcomes.comparison.settings:
         if outcomes.has_matched_parameters(setting):
             cells, difference = _cells(outcomes, setting), outcomes.against_six_layers(setting)
-            plain = setting == outcomes.comparison.settings[0] or difference is None
-            rows.append([*cells[:2], DASH if plain else difference.text("+.2%"), *cells[2:]])
+            itself = setting == outcomes.comparison.settings[0]
+            words = difference.text("+.2%") if difference and not itself else DASH
+            rows.append([*cells[:2], words, *cells[2:]])
     return table([*TITLES[:2], "difference to dense, 6 layers", *TITLES[2:]], rows)
 
 
@@ -163,9 +164,10 @@ FAR = 0.02
 
 def judge(difference: Stat) -> str:
     """Better or worse than dense models of the same cost, or neither; one seed decides what is far from them."""
-    alone = difference.std is None
-    if abs(difference.mean) <= (FAR if alone else 2 * difference.std):
-        return "undecided" if alone else "even"
+    if difference.std is None and abs(difference.mean) <= FAR:
+        return "undecided"
+    if difference.std is not None and abs(difference.mean) <= 2 * difference.std:
+        return "even"
     return "better" if difference.mean < 0 else "worse"
 
 
