@@ -51,6 +51,10 @@ def kill(folder: Path, count: int, tell: Tell) -> Outcome:
     return outcome
 
 
+SPARE_RESTARTS = 3
+"""For what is not ours: torchrun looks for a free port before its ranks take it, and another process may be quicker."""
+
+
 def kill_rank(folder: Path, count: int, tell: Tell) -> Outcome:
     """A random one of two ranks under torchrun is killed; torchrun starts both again, and they resume."""
     outcome, dice = Outcome(), random.Random(1)
@@ -61,7 +65,7 @@ def kill_rank(folder: Path, count: int, tell: Tell) -> Outcome:
 
     def launch(out: Path, log: Path) -> subprocess.Popen:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["--max-restarts", str(count), "-m", "tokendepth.cli", "train", "demo.tsa", *line.split()]
+        command += ["--max-restarts", str(count + SPARE_RESTARTS), "-m", "tokendepth.cli", "train", "demo.tsa", *line.split()]
         with open(log, "wb") as file:
             return subprocess.Popen(
                 [*command, "--out", str(out)], cwd=folder, env=package_environment(), stdout=file, stderr=file
