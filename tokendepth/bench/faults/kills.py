@@ -65,10 +65,14 @@ def kill_rank(folder: Path, count: int, tell: Tell) -> Outcome:
 
     def launch(out: Path, log: Path) -> subprocess.Popen:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["--max-restarts", str(count + SPARE_RESTARTS), "-m", "tokendepth.cli", "train", "demo.tsa", *line.split()]
+        command += ["--max-restarts", str(count + SPARE_RESTARTS), "-m", "tokendepth.cli", "train", "demo.tsa"]
         with open(log, "wb") as file:
             return subprocess.Popen(
-                [*command, "--out", str(out)], cwd=folder, env=package_environment(), stdout=file, stderr=file
+                [*command, *line.split(), "--out", str(out)],
+                cwd=folder,
+                env=package_environment(),
+                stdout=file,
+                stderr=file,
             )
 
     expected = Run(folder / "expected")
