@@ -18,7 +18,7 @@ from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig
 from tokendepth.errors import UserError
 from tokendepth.ops.active_block import BlockWeights, active_block
-from tokendepth.ops.choose import Listed
+from tokendepth.ops.chosen_block import chosen_block
 from tokendepth.ops.compact import compact, put, take
 from tokendepth.ops.enter_block import Entered, RouterWeights, enter_block
 from tokendepth.ops.gated_add import gated_add
@@ -214,25 +214,36 @@ class Block(nn.Module):
         norm, (_, w_kv) = self.norm_attention, self.attention._weights()
         return enter_block(h, norm.weight, norm.bias, w_kv, router)
 
-    def forward_active(
+    def forward_active(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
+        """The block for the tokens of `active` `[batch, time]`; the others pass unchanged, costing K and V.
+
+        Without a gradient h may be changed in place: it is the caller's to give away.
+        """
+        entered = self.enter(h)
+        k, v, key_valid = self.attention.remember(entered.both, run)
+        return active_block(h, entered.x, k, v, active, self._active_weights(), key_valid=key_valid)
+
+    def forward_chosen(
         self,
         h: Tensor,
         run: Pass,
-        active: Tensor,
+        entered: Entered,
+        logit: Tensor,
+        threshold: Tensor | float,
         *,
+        inclusive: bool = False,
         halt: Tensor | None = None,
-        entered: Entered | None = None,
-        listed: Listed | None = None,
-    ) -> Tensor:
-        """The block for the tokens of `active` `[batch, time]`; the others pass unchanged, costing K and V.
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward_active`, for those whose score, `-logit`, is above the threshold (`inclusive`: or at it).
 
-        `halt` `[batch, time]` scales the active tokens' updates by `sigmoid(-halt)`; none is the plain block. `entered`
-        is what `enter` made of h, where that was needed to decide, and `listed` what `choose` made of the decision.
-        Without a gradient h may be changed in place: it is the caller's to give away.
+        `entered` is what `enter` made of h, which was needed to decide. `halt` `[batch, time]` scales the updates of
+        who is active by `sigmoid(-halt)`; none is the plain block. Returns who is active, too.
         """
-        entered = entered or self.enter(h)
         k, v, key_valid = self.attention.remember(entered.both, run)
-        return active_block(h, entered.x, k, v, active, self._active_weights(), halt, key_valid, listed)
+        weights = self._active_weights()
+        return chosen_block(
+            h, entered.x, k, v, logit, threshold, weights, halt, run.valid, key_valid, inclusive=inclusive
+        )
 
     def _active_weights(self) -> BlockWeights:
         norm, ffn, attention = self.norm_ffn, self.ffn, self.attention

@@ -5,11 +5,14 @@ Triton is imported. On a GPU the same script measures the real kernel, in bfloat
 """
 
 import json
+from typing import Any
 
 import pytest
 import torch
 
 from tokendepth.ops.active_block import BlockWeights, active_block
+from tokendepth.ops.choose import choose
+from tokendepth.ops.chosen_block import chosen_block
 
 ROUNDING = 2.0**-24  # of a float32: what twice an error of nothing still allows
 
@@ -91,6 +94,44 @@ def test_the_kernel_errs_at_most_twice_as_much_as_the_library(measured, name, sh
         assert case["kernel"] <= 2 * case["library"] + ROUNDING, case
 
 
+@pytest.mark.parametrize("name", MEASURED)
+def test_who_decides_in_the_kernel_does_the_same(measured, name):
+    for case in measured[f"{name}, undecided"]:
+        assert case["decided"], case
+        assert case["kernel"] <= 2 * case["library"] + ROUNDING, case
+
+
+def _undecided(size: tuple[int, ...], device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """The same, where the kernel decides who is active: by a number, a tensor of one, or one a token."""
+    found = []
+    for kind, share, valid in (("number", 0.4, True), ("one", 0.0, False), ("one", 1.0, True), ("tokens", 0.4, True)):
+        given = operands(size, share, halting=True, valid=True)
+        dice = torch.Generator().manual_seed(1)
+        logit = torch.randn(given[4].shape, generator=dice)
+        choosable = torch.rand(logit.shape, generator=dice) < 0.8 if valid else None
+        level = float((-logit).flatten().sort().values[round((1 - share) * (logit.numel() - 1))])
+        threshold: Any = level if kind == "number" else torch.tensor(level).to(device)
+        if kind == "one":  # nobody, or everybody who may be
+            threshold = torch.tensor(torch.inf if share == 0 else -torch.inf).to(device)
+        if kind == "tokens":
+            threshold = torch.where(torch.rand(logit.shape, generator=dice) < share, -torch.inf, torch.inf).to(device)
+        cpu = threshold.cpu() if isinstance(threshold, torch.Tensor) else threshold
+        expected = choose(logit, cpu, choosable, inclusive=kind == "number", backend="reference").active
+        h, x, k, v, _, weights, halt, key_valid = cast(given, torch.float64)
+        exact = active_block(h, x, k, v, expected, weights, halt, key_valid, backend="reference")
+        h, x, k, v, _, weights, halt, key_valid = cast(given, dtype, device)
+        decision = logit.to(device), threshold
+        with torch.no_grad():
+            kernel, active = chosen_block(
+                h.clone(), x, k, v, *decision, weights, halt, None if choosable is None else choosable.to(device),
+                key_valid, inclusive=kind == "number", backend="kernel",
+            )  # fmt: skip
+            library = active_block(h.clone(), x, k, v, expected.to(device), weights, halt, key_valid, backend="eager")
+        case = {"kind": kind, "share": share, "decided": bool(torch.equal(active.cpu(), expected))}
+        found.append({**case, "kernel": error(kernel, exact), "library": error(library, exact)})
+    return found
+
+
 def _measure() -> None:
     """Print one JSON object: the errors of kernel and library for every case."""
     on_gpu = torch.cuda.is_available()
@@ -111,6 +152,7 @@ def _measure() -> None:
                 case["library"] = error(library, exact)
                 case["untouched"] = bool(torch.equal(kernel[~active], h[~active]))
                 found.setdefault(f"{name}, {share}", []).append(case)
+        found[f"{name}, undecided"] = _undecided(size, device, torch.bfloat16 if on_gpu else torch.float32)
     print(json.dumps(found))
 
 

@@ -83,11 +83,11 @@ class Budget(Method):
             halt = block.halt(hidden, partial(_dice, entering, number), entered)
             if run.calibrate is not None:
                 block.threshold.copy_(_between(-halt, 1 - run.calibrate))
-            active, listed = choose(halt, given, run.valid, states=None if entered is None else hidden)
             if entered is not None:
-                logit = halt if block.router else None
-                hidden = block.forward_active(hidden, run, active, halt=logit, entered=entered, listed=listed)
+                gate = halt if block.router else None
+                hidden, active = block.forward_chosen(hidden, run, entered, halt, given, halt=gate)
             else:
+                active, _ = choose(halt, given, run.valid)
                 hidden = block(hidden, run, gate=block.weight(halt) * active)
             work.append(active.float())
         return Spent(hidden, DepthTrace(torch.stack(work), sites, run.execution), {})

@@ -87,8 +87,7 @@ class TSA(Method):
         """What a block makes of the tokens that do not halt, and who they are."""
         if run.execution == "sparse" and self.skip == "block":
             entered = block.enter(hidden, block.router.weights())
-            active, listed = choose(entered.logit, threshold, run.valid, inclusive=True, states=hidden)
-            return block.forward_active(hidden, run, active, entered=entered, listed=listed), active
+            return block.forward_chosen(hidden, run, entered, entered.logit, threshold, inclusive=True)
         halt = block.router(hidden)
         active, _ = choose(halt, threshold, run.valid, inclusive=True)
         if run.execution == "sparse":

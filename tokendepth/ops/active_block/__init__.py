@@ -10,8 +10,10 @@ from torch import Tensor
 from tokendepth.ops.backend import serves
 from tokendepth.ops.choose import Listed
 
-__all__ = ["BlockWeights", "active_block"]
+__all__ = ["BlockWeights", "active_block", "fits_one_tile", "fits_tiles"]
 
+LARGEST_TILE = 256
+"""Up to this d, a power of two, the query is made inside of attention, and projection, sum and norm are one kernel."""
 TILE = 64
 """Widths that are no multiples of it are the library's: they gain nothing by kernels."""
 
@@ -27,6 +29,14 @@ class BlockWeights(NamedTuple):
     up_bias: Tensor
     down: Tensor
     down_bias: Tensor
+
+
+def fits_one_tile(d: int) -> bool:
+    return 16 <= d <= LARGEST_TILE and d & (d - 1) == 0
+
+
+def fits_tiles(h: Tensor, weights: BlockWeights) -> bool:
+    return h.shape[-1] % TILE == weights.up.shape[0] % TILE == 0
 
 
 def active_block(
@@ -50,8 +60,7 @@ def active_block(
     the host: counts stay on the device, so it can be captured in a graph.
     """
     if backend == "auto":
-        whole_tiles = h.shape[-1] % TILE == weights.up.shape[0] % TILE == 0
-        backend = "kernel" if whole_tiles and serves(h) else "eager"
+        backend = "kernel" if fits_tiles(h, weights) and serves(h) else "eager"
     if backend == "kernel":
         from tokendepth.ops.active_block.kernel import kernel as run
     elif backend == "eager":

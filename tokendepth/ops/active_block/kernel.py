@@ -7,18 +7,26 @@ count return at once. A row is an active token's place in the list of them, its 
 # A launch takes numbers for constexpr and options that are no parameters: more than a type checker can know.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokendepth.ops.active_block import fits_one_tile
 from tokendepth.ops.backend import FEW_TOKENS, check_kernel
-from tokendepth.ops.choose.kernel import list_active
+from tokendepth.ops.choose.kernel import (
+    PREFIX,
+    active_among,
+    by_what,
+    empty_list,
+    list_active,
+    tensor_or_number,
+)
 from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overlapped
 
-LARGEST_TILE = 256
-"""Up to this d, a power of two, the query is made inside of attention, and projection, sum and norm are one kernel."""
 ATTENTION = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 WIDE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 NARROW = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
@@ -30,6 +38,7 @@ PROJECT_FEW = {"BLOCK_M": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 UP_FEW = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 DOWN_FEW = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
 GROUP = 8  # row blocks that share their tiles of the weights in the second-level cache
+LISTED = -1  # in the place of what decides: that is done already
 
 
 @triton.jit
@@ -135,17 +144,39 @@ def _attend(
 @triton.jit
 def _attention(
     q, query, k, v, valid, out, index, starts, time, keys, scale, k_batch, k_head, k_time, v_batch, v_head, v_time,
+    given, threshold, number, choosable, active,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, QUERY: tl.constexpr,
-    VALID: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+    VALID: tl.constexpr, DECIDED: tl.constexpr, INCLUSIVE: tl.constexpr, CHOOSABLE: tl.constexpr, BLOCK_T: tl.constexpr,
+    PREFIX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (m, b and head): the m-th block of active rows of a sequence, against its keys up to the last of them.
 
-    QUERY: q is what queries are made of, by place; else they are there already, by row.
+    QUERY: q is what queries are made of, by place; else they are there already, by row. Where it is not DECIDED who is
+    active, every program finds out for itself, and one of each sequence writes the list for the kernels to come.
     """
     after_previous(OVERLAP)
     b = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
-    first, last = tl.load(starts + b), tl.load(starts + b + 1)
+    if DECIDED == -1:
+        first, last = tl.load(starts + b), tl.load(starts + b + 1)
+    else:
+        first = 0
+        for start in range(0, b * time, PREFIX):
+            token = start + tl.arange(0, PREFIX)
+            first += tl.sum(
+                active_among(given, threshold, number, choosable, token, b * time, DECIDED, INCLUSIVE, CHOOSABLE), 0
+            )
+        own_token = b * time + tl.arange(0, BLOCK_T)
+        beyond = b * time + time
+        flags = active_among(given, threshold, number, choosable, own_token, beyond, DECIDED, INCLUSIVE, CHOOSABLE)
+        rank = tl.cumsum(flags, 0) - flags
+        last = first + tl.sum(flags, 0)
+        if (tl.program_id(0) == 0) & (head == 0):
+            tl.store(active + own_token, flags.to(tl.uint8), mask=own_token < beyond)
+            tl.store(index + first + rank, own_token, mask=flags != 0)
+            tl.store(starts + b, first)
+            if (b + 1) * HEADS == tl.num_programs(1):
+                tl.store(starts + b + 1, last)
     k += b.to(tl.int64) * k_batch + head * k_head
     v += b.to(tl.int64) * v_batch + head * v_head
     block = first + tl.program_id(0) * BLOCK_M
@@ -154,7 +185,12 @@ def _attention(
         there = row < last
         unit = tl.arange(0, BLOCK_W)
         D: tl.constexpr = HEADS * WIDTH
-        place = tl.load(index + row, mask=there, other=b * time)
+        if DECIDED == -1:
+            place = tl.load(index + row, mask=there, other=b * time)
+        else:  # the one active token of that rank
+            own_rank = (rank[None, :] == (row - first)[:, None]) & (flags != 0)[None, :]
+            place = tl.sum(tl.where(own_rank, own_token[None, :], 0), 1)
+            place = tl.where(there, place, b * time)
         own = place - b * time + keys - time
         end = tl.max(own, 0) + 1
         at = row.to(tl.int64)[:, None] * D + head * WIDTH + unit[None, :]
@@ -274,13 +310,15 @@ def _rows_linear(x, w, out, index, count, config, *, bias=None, residual=None, b
     )  # fmt: skip
 
 
-@torch.library.custom_op("tokendepth::active_block", mutates_args=("h",))
-def _active_block(
-    h: Tensor, x: Tensor, k: Tensor, v: Tensor, index: Tensor, starts: Tensor, query: Tensor, w_out: Tensor,
-    norm: Tensor, norm_bias: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor,
-    halt: Tensor | None, key_valid: Tensor | None,
+def _work(
+    h, x, k, v, index, starts, query, w_out, norm, norm_bias, up, up_bias, down, down_bias, halt, key_valid,
+    undecided=None,
 ) -> None:  # fmt: skip
-    """In place: at the paper's shape a copy of h would take as long as a projection of its rows."""
+    """In place: at the paper's shape a copy of h would take as long as a projection of its rows.
+
+    `undecided` are the logits, the threshold, what kind it is, who may be chosen, and where to write who is: then
+    `index` and `starts` are written, not read.
+    """
     batch, time, d = h.shape
     heads, keys, width = k.shape[1:]
     tokens = batch * time
@@ -294,17 +332,18 @@ def _active_block(
     attended, states, normed = (h.new_empty(tokens, d) for _ in range(3))
     hidden = h.new_empty(tokens, up.shape[0])
     overlap = overlapped(h)
-    one_tile = 16 <= d <= LARGEST_TILE and d == triton.next_power_of_2(d)
+    one_tile = fits_one_tile(d)
     with torch.cuda.device_of(h):
         few = tokens <= FEW_TOKENS
         if not one_tile:
             _rows_linear(x, query, normed, index, count, NARROW, gather=True)
         valid = starts if key_valid is None else key_valid.contiguous().view(torch.uint8)
+        decision, how = _decision(undecided, starts, time)
         _attention[(triton.cdiv(time, ATTENTION["BLOCK_M"]), batch * heads)](
             x if one_tile else normed, query, k, v, valid, attended, index, starts, time, keys,
-            1.4426950408889634 * width**-0.5, *k.stride()[:3], *v.stride()[:3], HEADS=heads, WIDTH=width,
+            1.4426950408889634 * width**-0.5, *k.stride()[:3], *v.stride()[:3], *decision, HEADS=heads, WIDTH=width,
             BLOCK_W=max(16, triton.next_power_of_2(width)), BLOCK_D=min(64, triton.next_power_of_2(d)), QUERY=one_tile,
-            VALID=key_valid is not None, **overlap, **ATTENTION,
+            VALID=key_valid is not None, **how, **overlap, **ATTENTION,
         )  # fmt: skip
         if one_tile:
             project = PROJECT_FEW if few else PROJECT
@@ -321,6 +360,71 @@ def _active_block(
         widen, narrow = (WIDE, NARROW) if not one_tile else (UP_FEW, DOWN_FEW) if few else (UP, DOWN)
         _rows_linear(normed, up, hidden, index, count, widen, bias=up_bias, gelu=True)
         _rows_linear(hidden, down, h, index, count, narrow, bias=down_bias, residual=states, halt=halt, scatter=True)
+
+
+class _Undecided(NamedTuple):
+    logit: Tensor
+    threshold: Tensor | None
+    number: float
+    inclusive: bool
+    choosable: Tensor | None
+    active: Tensor
+
+
+def _decision(undecided: _Undecided | None, unused: Tensor, time: int) -> tuple[tuple, dict[str, int | bool]]:
+    """What the attention kernel is given about who is active: operands, and what they are."""
+    if undecided is None:
+        how = {"DECIDED": LISTED, "INCLUSIVE": False, "CHOOSABLE": False, "BLOCK_T": 16, "PREFIX": 16}
+        return (unused, unused, 0.0, unused, unused), how
+    logit, choosable = undecided.logit, undecided.choosable
+    threshold, decided = by_what(undecided.threshold, logit)
+    operands = (
+        logit, logit if threshold is None else threshold, undecided.number,
+        unused if choosable is None else choosable.contiguous().view(torch.uint8), undecided.active.view(torch.uint8),
+    )  # fmt: skip
+    how = {
+        "DECIDED": decided, "INCLUSIVE": undecided.inclusive, "CHOOSABLE": choosable is not None,
+        "BLOCK_T": max(16, triton.next_power_of_2(time)), "PREFIX": min(PREFIX, triton.next_power_of_2(logit.numel())),
+    }  # fmt: skip
+    return operands, how
+
+
+@torch.library.custom_op("tokendepth::active_block", mutates_args=("h",))
+def _active_block(
+    h: Tensor, x: Tensor, k: Tensor, v: Tensor, index: Tensor, starts: Tensor, query: Tensor, w_out: Tensor,
+    norm: Tensor, norm_bias: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor,
+    halt: Tensor | None, key_valid: Tensor | None,
+) -> None:  # fmt: skip
+    weights = query, w_out, norm, norm_bias, up, up_bias, down, down_bias
+    _work(h, x, k, v, index, starts, *weights, halt, key_valid)
+
+
+@torch.library.custom_op("tokendepth::chosen_block", mutates_args=("h",))
+def _chosen_block(
+    h: Tensor, x: Tensor, k: Tensor, v: Tensor, logit: Tensor, threshold: Tensor | None, number: float, inclusive: bool,
+    choosable: Tensor | None, query: Tensor, w_out: Tensor, norm: Tensor, norm_bias: Tensor, up: Tensor,
+    up_bias: Tensor, down: Tensor, down_bias: Tensor, halt: Tensor | None, key_valid: Tensor | None,
+) -> Tensor:  # fmt: skip
+    logit = logit.contiguous()
+    active = torch.empty_like(logit, dtype=torch.bool)
+    weights = query, w_out, norm, norm_bias, up, up_bias, down, down_bias
+    undecided = _Undecided(logit, threshold, number, inclusive, choosable, active)
+    _work(h, x, k, v, *empty_list(logit), *weights, halt, key_valid, undecided)
+    return active
+
+
+@_chosen_block.register_fake
+def _(h, x, k, v, logit, *_):
+    return torch.empty_like(logit, dtype=torch.bool, memory_format=torch.contiguous_format)
+
+
+def choosing_kernel(h, x, k, v, logit, threshold, weights, halt, valid, key_valid, inclusive) -> tuple[Tensor, Tensor]:
+    """As `kernel`, for who is chosen by `threshold`; returns them too. Each program decides for its whole sequence."""
+    check_kernel(h)
+    h = h.contiguous()
+    given = *tensor_or_number(threshold), inclusive, valid
+    active = _chosen_block(h, x, k, v, logit, *given, *(w.contiguous() for w in weights), halt, key_valid)
+    return h, active
 
 
 def kernel(h, x, k, v, active, weights, halt=None, key_valid=None, listed=None) -> Tensor:

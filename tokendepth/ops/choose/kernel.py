@@ -16,7 +16,7 @@ BY_FLAG, BY_NUMBER, BY_ONE, BY_TOKEN = range(4)  # what decides: flags, or a thr
 
 
 @triton.jit
-def _active(
+def active_among(
     given, threshold, number, valid, place, end, DECIDED: tl.constexpr, INCLUSIVE: tl.constexpr, VALID: tl.constexpr
 ):
     """Of the tokens at `place`, those before `end` that are active, as 0 and 1."""
@@ -49,12 +49,12 @@ def _list(
     before = 0
     for start in range(0, b * time, PREFIX):
         place = start + tl.arange(0, PREFIX)
-        before += tl.sum(_active(given, threshold, number, valid, place, b * time, DECIDED, INCLUSIVE, VALID), 0)
+        before += tl.sum(active_among(given, threshold, number, valid, place, b * time, DECIDED, INCLUSIVE, VALID), 0)
     tl.store(starts + b, before)
     for start in range(0, time, BLOCK):
         place = b * time + start + tl.arange(0, BLOCK)
         end = b * time + time
-        flags = _active(given, threshold, number, valid, place, end, DECIDED, INCLUSIVE, VALID)
+        flags = active_among(given, threshold, number, valid, place, end, DECIDED, INCLUSIVE, VALID)
         if DECIDED != 0:
             tl.store(active + place, flags.to(tl.uint8), mask=place < end)
         tl.store(index + before + tl.cumsum(flags, 0) - flags, place, mask=flags != 0)
@@ -78,7 +78,15 @@ def _launch(given, threshold, number, valid, active, index, starts, decided, inc
         )  # fmt: skip
 
 
-def _empty(given: Tensor) -> tuple[Tensor, Tensor]:
+def by_what(threshold: Tensor | None, logit: Tensor) -> tuple[Tensor | None, int]:
+    """A threshold as the kernel takes it, none where it is a number, and what kind it is."""
+    if threshold is None:
+        return None, BY_NUMBER
+    assert threshold.numel() in (1, logit.numel()), "one threshold, or one a token"
+    return threshold.float().contiguous(), BY_ONE if threshold.numel() == 1 else BY_TOKEN
+
+
+def empty_list(given: Tensor) -> tuple[Tensor, Tensor]:
     return given.new_empty(given.numel(), dtype=torch.int32), given.new_empty(len(given) + 1, dtype=torch.int32)
 
 
@@ -87,13 +95,9 @@ def _choose(
     logit: Tensor, threshold: Tensor | None, number: float, valid: Tensor | None, inclusive: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     logit = logit.contiguous()
-    decided = BY_NUMBER
-    if threshold is not None:
-        assert threshold.numel() in (1, logit.numel()), "one threshold, or one a token"
-        decided = BY_ONE if threshold.numel() == 1 else BY_TOKEN
-        threshold = threshold.float().contiguous()
+    threshold, decided = by_what(threshold, logit)
     active = torch.empty_like(logit, dtype=torch.bool)
-    index, starts = _empty(logit)
+    index, starts = empty_list(logit)
     valid = None if valid is None else valid.contiguous().view(torch.uint8)
     _launch(logit, threshold, number, valid, active.view(torch.uint8), index, starts, decided, inclusive)
     return active, index, starts
@@ -101,28 +105,31 @@ def _choose(
 
 @_choose.register_fake
 def _(logit, threshold, number, valid, inclusive):
-    return torch.empty_like(logit, dtype=torch.bool, memory_format=torch.contiguous_format), *_empty(logit)
+    return torch.empty_like(logit, dtype=torch.bool, memory_format=torch.contiguous_format), *empty_list(logit)
 
 
 @torch.library.custom_op("tokendepth::list_active", mutates_args=())
 def list_active(active: Tensor) -> tuple[Tensor, Tensor]:
     """`index` and `starts` of `Listed`, for flags `[batch, time]`."""
     flags = active.contiguous().view(torch.uint8)
-    index, starts = _empty(flags)
+    index, starts = empty_list(flags)
     _launch(flags, None, 0.0, None, flags, index, starts, BY_FLAG, False)
     return index, starts
 
 
 @list_active.register_fake
 def _(active):
-    return _empty(active)
+    return empty_list(active)
 
 
 def kernel(
     logit: Tensor, threshold: Tensor | float, valid: Tensor | None, inclusive: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """As `reference`, without asking the host how many there are; what comes after the last is not written."""
-    a_tensor = isinstance(threshold, Tensor)
-    given = (threshold, 0.0) if a_tensor else (None, float(threshold))
-    active, index, starts = _choose(logit, *given, valid, inclusive)
+    active, index, starts = _choose(logit, *tensor_or_number(threshold), valid, inclusive)
     return active, (index, starts)
+
+
+def tensor_or_number(threshold: Tensor | float) -> tuple[Tensor | None, float]:
+    """As a registered op takes it: one of two, the other is nothing."""
+    return (threshold, 0.0) if isinstance(threshold, Tensor) else (None, float(threshold))
