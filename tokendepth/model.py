@@ -18,7 +18,7 @@ from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig
 from tokendepth.errors import UserError
 from tokendepth.ops.active_block import BlockWeights, active_block
-from tokendepth.ops.chosen_block import chosen_block
+from tokendepth.ops.chosen_block import chosen_block, everybodys_block, saves_kernels
 from tokendepth.ops.compact import compact, put, take
 from tokendepth.ops.enter_block import Entered, RouterWeights, enter_block
 from tokendepth.ops.gated_add import gated_add
@@ -199,6 +199,14 @@ class Block(nn.Module):
         h = add(h, self.dropout(self.attention(self.norm_attention(h), run)))
         return add(h, self.dropout(self.ffn(self.norm_ffn(h))))
 
+    def forward_all(self, h: Tensor, run: Pass) -> Tensor:
+        """As `forward`. Under sparse execution by the kernels that skip, where those are faster: h is given away."""
+        if run.execution != "sparse" or not saves_kernels(h, self.active_weights()):
+            return self(h, run)
+        entered = self.enter(h)
+        k, v, key_valid = self.attention.remember(entered.both, run)
+        return everybodys_block(h, entered.x, k, v, self.active_weights(), key_valid)
+
     def forward_rows(self, h: Tensor, run: Pass, rows: Tensor, gate: Tensor) -> Tensor:
         """While training: as `forward` with a gate that is 0 but for `rows`, a fixed number, and `gate` `[n]` for them.
 
@@ -221,7 +229,7 @@ class Block(nn.Module):
         """
         entered = self.enter(h)
         k, v, key_valid = self.attention.remember(entered.both, run)
-        return active_block(h, entered.x, k, v, active, self._active_weights(), key_valid=key_valid)
+        return active_block(h, entered.x, k, v, active, self.active_weights(), key_valid=key_valid)
 
     def forward_chosen(
         self,
@@ -240,12 +248,12 @@ class Block(nn.Module):
         who is active by `sigmoid(-halt)`; none is the plain block. Returns who is active, too.
         """
         k, v, key_valid = self.attention.remember(entered.both, run)
-        weights = self._active_weights()
+        weights = self.active_weights()
         return chosen_block(
             h, entered.x, k, v, logit, threshold, weights, halt, run.valid, key_valid, inclusive=inclusive
         )
 
-    def _active_weights(self) -> BlockWeights:
+    def active_weights(self) -> BlockWeights:
         norm, ffn, attention = self.norm_ffn, self.ffn, self.attention
         query, _ = attention._weights()
         feed_forward = (ffn.up.weight, ffn.up.bias, ffn.down.weight, ffn.down.bias)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tokendepth.ops.active_block import BlockWeights, active_block
+from tokendepth.ops.active_block import BlockWeights, active_block, fits_one_tile
 from tokendepth.ops.choose import choose
-from tokendepth.ops.chosen_block import chosen_block
+from tokendepth.ops.chosen_block import chosen_block, everybodys_block
 
 ROUNDING = 2.0**-24  # of a float32: what twice an error of nothing still allows
 
@@ -132,6 +132,17 @@ def _undecided(size: tuple[int, ...], device: str, dtype: torch.dtype) -> list[d
     return found
 
 
+def _everybody(size: tuple[int, ...], device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """The same with nothing to decide: all are active."""
+    given = operands(size, 1.0, halting=False, valid=True)
+    exact = active_block(*cast(given, torch.float64), backend="reference")
+    h, x, k, v, active, weights, _, key_valid = cast(given, dtype, device)
+    with torch.no_grad():
+        kernel = everybodys_block(h.clone(), x, k, v, weights, key_valid)
+        library = active_block(h.clone(), x, k, v, active, weights, None, key_valid, backend="eager")
+    return [{"decided": True, "kernel": error(kernel, exact), "library": error(library, exact)}]
+
+
 def _measure() -> None:
     """Print one JSON object: the errors of kernel and library for every case."""
     on_gpu = torch.cuda.is_available()
@@ -152,7 +163,10 @@ def _measure() -> None:
                 case["library"] = error(library, exact)
                 case["untouched"] = bool(torch.equal(kernel[~active], h[~active]))
                 found.setdefault(f"{name}, {share}", []).append(case)
-        found[f"{name}, undecided"] = _undecided(size, device, torch.bfloat16 if on_gpu else torch.float32)
+        how = device, torch.bfloat16 if on_gpu else torch.float32
+        found[f"{name}, undecided"] = _undecided(size, *how)
+        if fits_one_tile(size[2]):
+            found[f"{name}, undecided"] += _everybody(size, *how)
     print(json.dumps(found))
 
 

@@ -73,7 +73,9 @@ class Budget(Method):
     def _execute(self, hidden: Tensor, run: Pass) -> Spent:
         """With fixed thresholds. Soft is hard here: there is no execution in which a skipped token counts."""
         sites, entering = self.sites(run.keys(hidden.shape[1])), hidden
-        hidden = self.blocks[0](hidden, run)
+        stem = self.blocks[0]
+        assert isinstance(stem, Block)
+        hidden = stem.forward_all(hidden, run) if self.routers() else stem(hidden, run)  # dice need what enters
         work = [torch.ones(hidden.shape[:2], device=hidden.device)]
         routed = self._routed()
         for number, (block, given) in enumerate(

@@ -19,7 +19,8 @@ class Dense(Method):
     def forward(self, hidden: Tensor, run: Pass) -> Spent:
         sites = self.sites(run.keys(hidden.shape[1]))
         for block in self.blocks:
-            hidden = block(hidden, run)
+            assert isinstance(block, Block)
+            hidden = block.forward_all(hidden, run)
         work = torch.ones(len(sites), *hidden.shape[:2], device=hidden.device)
         return Spent(hidden, DepthTrace(work, sites, run.execution), {})
 

@@ -65,7 +65,9 @@ class TSA(Method):
 
     def forward(self, hidden: Tensor, run: Pass) -> Spent:
         sites = self.sites(run.keys(hidden.shape[1]))
-        hidden = self.blocks[0](hidden, run)
+        stem = self.blocks[0]
+        assert isinstance(stem, Block)
+        hidden = stem.forward_all(hidden, run)
         keeps = [torch.ones(hidden.shape[:2], device=hidden.device)]
         for threshold, block in zip(
             run.thresholds([-self.threshold_logit] * len(self.routers())), self._gated(), strict=True

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tokendepth.ops.active_block import fits_one_tile
 from tokendepth.ops.backend import FEW_TOKENS, check_kernel
 from tokendepth.ops.choose.kernel import (
+    EVERYBODY,
     PREFIX,
     active_among,
     by_what,
@@ -363,7 +364,8 @@ def _work(
 
 
 class _Undecided(NamedTuple):
-    logit: Tensor
+    logit: Tensor | None
+    """None: everybody is active."""
     threshold: Tensor | None
     number: float
     inclusive: bool
@@ -376,15 +378,15 @@ def _decision(undecided: _Undecided | None, unused: Tensor, time: int) -> tuple[
     if undecided is None:
         how = {"DECIDED": LISTED, "INCLUSIVE": False, "CHOOSABLE": False, "BLOCK_T": 16, "PREFIX": 16}
         return (unused, unused, 0.0, unused, unused), how
-    logit, choosable = undecided.logit, undecided.choosable
-    threshold, decided = by_what(undecided.threshold, logit)
+    logit, choosable, active = undecided.logit, undecided.choosable, undecided.active
+    threshold, decided = (None, EVERYBODY) if logit is None else by_what(undecided.threshold, logit)
     operands = (
-        logit, logit if threshold is None else threshold, undecided.number,
-        unused if choosable is None else choosable.contiguous().view(torch.uint8), undecided.active.view(torch.uint8),
+        unused if logit is None else logit, unused if threshold is None else threshold, undecided.number,
+        unused if choosable is None else choosable.contiguous().view(torch.uint8), active.view(torch.uint8),
     )  # fmt: skip
     how = {
         "DECIDED": decided, "INCLUSIVE": undecided.inclusive, "CHOOSABLE": choosable is not None,
-        "BLOCK_T": max(16, triton.next_power_of_2(time)), "PREFIX": min(PREFIX, triton.next_power_of_2(logit.numel())),
+        "BLOCK_T": max(16, triton.next_power_of_2(time)), "PREFIX": min(PREFIX, triton.next_power_of_2(active.numel())),
     }  # fmt: skip
     return operands, how
 
@@ -401,25 +403,28 @@ def _active_block(
 
 @torch.library.custom_op("tokendepth::chosen_block", mutates_args=("h",))
 def _chosen_block(
-    h: Tensor, x: Tensor, k: Tensor, v: Tensor, logit: Tensor, threshold: Tensor | None, number: float, inclusive: bool,
-    choosable: Tensor | None, query: Tensor, w_out: Tensor, norm: Tensor, norm_bias: Tensor, up: Tensor,
-    up_bias: Tensor, down: Tensor, down_bias: Tensor, halt: Tensor | None, key_valid: Tensor | None,
+    h: Tensor, x: Tensor, k: Tensor, v: Tensor, logit: Tensor | None, threshold: Tensor | None, number: float,
+    inclusive: bool, choosable: Tensor | None, query: Tensor, w_out: Tensor, norm: Tensor, norm_bias: Tensor,
+    up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, halt: Tensor | None, key_valid: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    logit = logit.contiguous()
-    active = torch.empty_like(logit, dtype=torch.bool)
+    logit = None if logit is None else logit.contiguous()
+    active = h.new_empty(h.shape[:2], dtype=torch.bool)
     weights = query, w_out, norm, norm_bias, up, up_bias, down, down_bias
     undecided = _Undecided(logit, threshold, number, inclusive, choosable, active)
-    _work(h, x, k, v, *empty_list(logit), *weights, halt, key_valid, undecided)
+    _work(h, x, k, v, *empty_list(active), *weights, halt, key_valid, undecided)
     return active
 
 
 @_chosen_block.register_fake
-def _(h, x, k, v, logit, *_):
-    return torch.empty_like(logit, dtype=torch.bool, memory_format=torch.contiguous_format)
+def _(h, *_):
+    return h.new_empty(h.shape[:2], dtype=torch.bool)
 
 
 def choosing_kernel(h, x, k, v, logit, threshold, weights, halt, valid, key_valid, inclusive) -> tuple[Tensor, Tensor]:
-    """As `kernel`, for who is chosen by `threshold`; returns them too. Each program decides for its whole sequence."""
+    """As `kernel`, for who is chosen by `threshold`, or for all without a logit; returns them too.
+
+    Each program decides for its whole sequence.
+    """
     check_kernel(h)
     h = h.contiguous()
     given = *tensor_or_number(threshold), inclusive, valid

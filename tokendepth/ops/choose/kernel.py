@@ -12,7 +12,8 @@ from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overla
 
 PREFIX = 8192  # tokens that are counted at once
 BLOCK = 1024  # tokens that are listed at once
-BY_FLAG, BY_NUMBER, BY_ONE, BY_TOKEN = range(4)  # what decides: flags, or a threshold that is a number or a tensor
+# What decides: flags, a threshold that is a number, a tensor of one, or one a token; or nothing: everybody is active.
+BY_FLAG, BY_NUMBER, BY_ONE, BY_TOKEN, EVERYBODY = range(5)
 
 
 @triton.jit
@@ -21,7 +22,9 @@ def active_among(
 ):
     """Of the tokens at `place`, those before `end` that are active, as 0 and 1."""
     there = place < end
-    if DECIDED == 0:
+    if DECIDED == 4:
+        active = there
+    elif DECIDED == 0:
         active = tl.load(given + place, mask=there, other=0) != 0
     else:
         score = -tl.load(given + place, mask=there, other=0.0)

@@ -10,7 +10,7 @@ from tokendepth.ops.active_block import BlockWeights, active_block, fits_one_til
 from tokendepth.ops.backend import FEW_TOKENS, serves
 from tokendepth.ops.choose import choose
 
-__all__ = ["chosen_block"]
+__all__ = ["chosen_block", "everybodys_block", "saves_kernels"]
 
 SHORT = 256
 """Of a sequence no longer than that, a program finds its own rows without writing the list first."""
@@ -35,11 +35,28 @@ def chosen_block(
 
     `auto` is one kernel less where kernels serve and there are few tokens, else what both ops choose.
     """
-    few = h.shape[0] * h.shape[1] <= FEW_TOKENS
-    kernels = backend == "kernel" or (backend == "auto" and few and fits_tiles(h, weights) and serves(h))
-    if kernels and h.shape[1] <= SHORT and fits_one_tile(h.shape[-1]):
+    if (backend == "kernel" and _decides_itself(h)) or (backend == "auto" and saves_kernels(h, weights)):
         from tokendepth.ops.active_block.kernel import choosing_kernel
 
         return choosing_kernel(h, x, k, v, logit, threshold, weights, halt, valid, key_valid, inclusive)
     active, listed = choose(logit, threshold, valid, inclusive=inclusive, states=h, backend=backend)
     return active_block(h, x, k, v, active, weights, halt, key_valid, listed, backend), active
+
+
+def everybodys_block(
+    h: Tensor, x: Tensor, k: Tensor, v: Tensor, weights: BlockWeights, key_valid: Tensor | None = None
+) -> Tensor:
+    """The same kernels for all tokens, with nothing to decide: faster than the library where `saves_kernels`."""
+    from tokendepth.ops.active_block.kernel import choosing_kernel
+
+    return choosing_kernel(h, x, k, v, None, 0.0, weights, None, None, key_valid, False)[0]
+
+
+def saves_kernels(h: Tensor, weights: BlockWeights) -> bool:
+    """Whether a block of this shape is so small that launches decide how long it takes."""
+    few = h.shape[0] * h.shape[1] <= FEW_TOKENS
+    return few and _decides_itself(h) and fits_tiles(h, weights) and serves(h)
+
+
+def _decides_itself(h: Tensor) -> bool:
+    return h.shape[1] <= SHORT and fits_one_tile(h.shape[-1])
