@@ -67,8 +67,8 @@ def evaluated(tmp_path, method, *, curve=False):
     return run
 
 
-def timed(run, tmp_path, capsys) -> list[dict]:
-    main(["bench", "forward", "--run", str(run.path), "--device", "cpu", "--results", str(tmp_path), "--json"])
+def timed(run, tmp_path, capsys, *words: str) -> list[dict]:
+    main(["bench", "forward", "--run", str(run.path), "--device", "cpu", "--results", str(tmp_path), "--json", *words])
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -100,6 +100,14 @@ def test_a_dense_run_is_what_the_others_are_compared_with(tmp_path, capsys):
     assert (row["tlops_skipped"], row["ceiling"]) == (0, 1)
 
 
+def test_batches_can_be_asked_for(tmp_path, capsys):
+    run = evaluated(tmp_path, DenseConfig())
+    assert [row["batch"] for row in timed(run, tmp_path, capsys, "--batches", "2")] == [2]
+    with pytest.raises(SystemExit):
+        timed(run, tmp_path, capsys, "--batches", "1000")
+    assert "--batches asks for 1000 sequences" in capsys.readouterr().err
+
+
 def test_a_run_without_its_figures_says_how_to_get_them(tmp_path, capsys):
     run = train(tiny(tmp_path, method=BudgetConfig()), tmp_path / "run", show=False)
     for _ in range(2):
@@ -118,7 +126,14 @@ def test_at_full_activity_the_kernels_compute_the_dense_model():
 
 @pytest.mark.parametrize(
     "words",
-    [["--fractions", "0.5,1.2"], ["--fractions", "half"], ["--fractions", "nan"], ["--run", "/nowhere/at/all"]],
+    [
+        ["--fractions", "0.5,1.2"],
+        ["--fractions", "half"],
+        ["--fractions", "nan"],
+        ["--batches", "0"],
+        ["--batches", "1,x"],
+        ["--run", "/nowhere/at/all"],
+    ],  # fmt: skip
 )
 def test_bad_input_is_one_line(tmp_path, capsys, words):
     with pytest.raises(SystemExit) as stop:

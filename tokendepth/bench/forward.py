@@ -74,6 +74,16 @@ def parse_fractions(text: str | None) -> tuple[float, ...]:
     return found
 
 
+def parse_batches(text: str | None) -> tuple[int, ...] | None:
+    """None are those of each shape."""
+    if text is None:
+        return None
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise UserError(f"--batches is {text!r}; expected whole numbers above 0 with commas between them: 1,8")
+    return tuple(map(int, words))
+
+
 def in_words(row: Row) -> str:
     efficiency = "" if row["efficiency"] is None else f", efficiency {row['efficiency']:.2f}"
     own = row[f"{row['execution']}_ms"][0]
@@ -87,13 +97,18 @@ def in_words(row: Row) -> str:
     return f"{words}; auto runs {row['auto']}: {row['auto_over_hard']:.2f}x of the same weights run densely"
 
 
-def measure(device_name: str, results: Path, fractions: tuple[float, ...] = FRACTIONS) -> Iterator[Row]:
-    """Rows of random decisions at each fraction, each written to results/forward.json as soon as it is known."""
+def measure(
+    device_name: str, results: Path, fractions: tuple[float, ...] = FRACTIONS, batches: tuple[int, ...] | None = None
+) -> Iterator[Row]:
+    """Rows of random decisions at each fraction, each written to results/forward.json as soon as it is known.
+
+    `batches`, where they are given, are those of every shape.
+    """
     device = choose_device(device_name)
     for name in SHAPES if device.type == "cuda" else ("paper",):
         shape = SHAPES[name]
         adaptive = _built(shape.model, TSAConfig(), device)
-        for batch in shape.batches:
+        for batch in batches or shape.batches:
             ids, draws = _random(shape.model, batch, len(adaptive.method.routers()), device)
             cases: dict[float | None, Tensor | None] = {fraction: draws < fraction for fraction in fractions}
             for row in _compared(adaptive, ids, cases):
@@ -101,7 +116,9 @@ def measure(device_name: str, results: Path, fractions: tuple[float, ...] = FRAC
                 yield write_row(results, {**facts, **row, **environment(device)})
 
 
-def measure_run(path: Path, device_name: str, results: Path) -> Iterator[Row]:
+def measure_run(
+    path: Path, device_name: str, results: Path, batches_asked: tuple[int, ...] | None = None
+) -> Iterator[Row]:
     """Rows of a trained run that decides for itself, on its validation text, beside what it was evaluated to lose.
 
     A run with a dial is executed at several budgets.
@@ -114,8 +131,10 @@ def measure_run(path: Path, device_name: str, results: Path) -> Iterator[Row]:
     split: Split = "val"
     text, _ = next(batches(dataset, split, run.config.model.context, device))
     evaluated = _evaluated(run)
-    for batch in SHAPES["paper"].batches:
+    for batch in batches_asked or SHAPES["paper"].batches:
         if batch > len(text):
+            if batches_asked:
+                raise UserError(f"--batches asks for {batch} sequences; {path} is timed on {len(text)} at the most")
             continue
         ids = text[:batch]
         cases = {budget: _decided(trained, ids, run, budget, dataset) for budget in evaluated}

@@ -157,6 +157,8 @@ class Bench:
     """Print one JSON object a line instead of words."""
     fractions: str | None = None
     """Of forward: active fractions of random decisions, with commas between them."""
+    batches: str | None = None
+    """Of forward: sequences in a pass, with commas between them."""
     run: Path | None = None
     """Of forward: a trained run that decides for itself on its validation text, instead of random decisions."""
     processes: int = 1
@@ -182,15 +184,15 @@ class Bench:
 
         if self.processes < 1:
             raise UserError(f"--processes is {self.processes}; expected 1 or more")
-        fractions = forward.parse_fractions(self.fractions)
+        fractions, batches = forward.parse_fractions(self.fractions), forward.parse_batches(self.batches)
         if self.processes > 1:
-            words = ["--device", self.device]
+            words = ["--device", self.device, *(["--batches", self.batches] if self.batches else [])]
             words += ["--run", str(self.run)] if self.run else ["--fractions", ",".join(map(str, fractions))]
             rows = processes.measure(words, self.processes, self.results)
         elif self.run:
-            rows = forward.measure_run(self.run, self.device, self.results)
+            rows = forward.measure_run(self.run, self.device, self.results, batches)
         else:
-            rows = forward.measure(self.device, self.results, fractions)
+            rows = forward.measure(self.device, self.results, fractions, batches)
         for row in rows:
             print(json.dumps(row) if self.json else forward.in_words(row))
 
