@@ -133,7 +133,7 @@ def test_at_full_activity_the_kernels_compute_the_dense_model():
         ["--batches", "0"],
         ["--batches", "1,x"],
         ["--run", "/nowhere/at/all"],
-    ],  # fmt: skip
+    ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, words):
     with pytest.raises(SystemExit) as stop:
