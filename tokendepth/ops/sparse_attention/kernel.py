@@ -1,0 +1,175 @@
+"""Attention rows of active tokens, and where that saves a kernel, the decision who they are."""
+
+# A launch takes numbers for constexpr and options that are no parameters: more than a type checker can know.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokendepth.ops.choose.kernel import EVERYBODY, PREFIX, active_among, by_what
+from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overlapped
+
+ATTENTION = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+LISTED = -1  # in the place of what decides: that is done already
+
+
+@triton.jit
+def _attend(
+    q_tile, k, v, valid, own, top, total, acc, start, end, first_valid, scale, k_time, v_time,
+    WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, VALID: tl.constexpr,
+):  # fmt: skip
+    """One block of keys more: the running maximum, the running sum, and what was gathered, both relative to it."""
+    key, unit = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
+    known = (unit < WIDTH)[None, :]
+    if MASKED:
+        known = known & (key < end)[:, None]
+    k_tile = tl.load(k + key[:, None] * k_time + unit[None, :], mask=known, other=0.0)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+    if MASKED:
+        seen = key[None, :] <= own[:, None]
+        if VALID:
+            fine = tl.load(valid + first_valid + key, mask=key < end, other=0) != 0
+            seen = seen & (fine[None, :] | (key[None, :] == own[:, None]))
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+    p = tl.exp2(scores - safe[:, None])
+    fade = tl.exp2(top - safe)
+    v_tile = tl.load(v + key[:, None] * v_time + unit[None, :], mask=known, other=0.0)
+    total = total * fade + tl.sum(p, 1)
+    return new_top, total, tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision="ieee")
+
+
+@triton.jit
+def _attention(
+    q, query, k, v, valid, out, index, starts, time, keys, scale, k_batch, k_head, k_time, v_batch, v_head, v_time,
+    given, threshold, number, choosable, active,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, QUERY: tl.constexpr,
+    VALID: tl.constexpr, DECIDED: tl.constexpr, INCLUSIVE: tl.constexpr, CHOOSABLE: tl.constexpr, BLOCK_T: tl.constexpr,
+    PREFIX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (m, b and head): the m-th block of active rows of a sequence, against its keys up to the last of them.
+
+    QUERY: q is what queries are made of, by place; else they are there already, by row. Where it is not DECIDED who is
+    active, every program finds out for itself, and one of each sequence writes the list for the kernels to come.
+    """
+    after_previous(OVERLAP)
+    b = tl.program_id(1) // HEADS
+    head = tl.program_id(1) % HEADS
+    if DECIDED == -1:
+        first, last = tl.load(starts + b), tl.load(starts + b + 1)
+    else:
+        first = 0
+        for start in range(0, b * time, PREFIX):
+            token = start + tl.arange(0, PREFIX)
+            first += tl.sum(
+                active_among(given, threshold, number, choosable, token, b * time, DECIDED, INCLUSIVE, CHOOSABLE), 0
+            )
+        own_token = b * time + tl.arange(0, BLOCK_T)
+        beyond = b * time + time
+        flags = active_among(given, threshold, number, choosable, own_token, beyond, DECIDED, INCLUSIVE, CHOOSABLE)
+        rank = tl.cumsum(flags, 0) - flags
+        last = first + tl.sum(flags, 0)
+        if (tl.program_id(0) == 0) & (head == 0):
+            tl.store(active + own_token, flags.to(tl.uint8), mask=own_token < beyond)
+            tl.store(index + first + rank, own_token, mask=flags != 0)
+            tl.store(starts + b, first)
+            if (b + 1) * HEADS == tl.num_programs(1):
+                tl.store(starts + b + 1, last)
+    k += b.to(tl.int64) * k_batch + head * k_head
+    v += b.to(tl.int64) * v_batch + head * v_head
+    block = first + tl.program_id(0) * BLOCK_M
+    if block < last:
+        row = block + tl.arange(0, BLOCK_M)
+        there = row < last
+        unit = tl.arange(0, BLOCK_W)
+        D: tl.constexpr = HEADS * WIDTH
+        if DECIDED == -1:
+            place = tl.load(index + row, mask=there, other=b * time)
+        else:  # the one active token of that rank
+            own_rank = (rank[None, :] == (row - first)[:, None]) & (flags != 0)[None, :]
+            place = tl.sum(tl.where(own_rank, own_token[None, :], 0), 1)
+            place = tl.where(there, place, b * time)
+        own = place - b * time + keys - time
+        end = tl.max(own, 0) + 1
+        at = row.to(tl.int64)[:, None] * D + head * WIDTH + unit[None, :]
+        inside = there[:, None] & (unit < WIDTH)[None, :]
+        if QUERY:
+            acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+            for start in range(0, D, BLOCK_D):
+                feature = start + tl.arange(0, BLOCK_D)
+                x_at = place.to(tl.int64)[:, None] * D + feature[None, :]
+                x_tile = tl.load(q + x_at, mask=there[:, None] & (feature < D)[None, :], other=0.0)
+                w_at = (head * WIDTH + unit)[:, None] * D + feature[None, :]
+                w_tile = tl.load(query + w_at, mask=(unit < WIDTH)[:, None] & (feature < D)[None, :], other=0.0)
+                acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
+            q_tile = acc.to(q.dtype.element_ty)
+        else:
+            q_tile = tl.load(q + at, mask=inside, other=0.0)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+        # Up to the first of the rows all see all keys, which saves asking.
+        whole = 0 if VALID else (tl.min(tl.where(there, own, end), 0) + 1) // BLOCK_N * BLOCK_N
+        for start in range(0, whole, BLOCK_N):
+            top, total, acc = _attend(
+                q_tile, k, v, valid, own, top, total, acc, start, end, b * keys, scale, k_time, v_time,
+                WIDTH, BLOCK_W, BLOCK_N, False, False,
+            )  # fmt: skip
+        for start in range(whole, end, BLOCK_N):
+            top, total, acc = _attend(
+                q_tile, k, v, valid, own, top, total, acc, start, end, b * keys, scale, k_time, v_time,
+                WIDTH, BLOCK_W, BLOCK_N, True, VALID,
+            )  # fmt: skip
+        let_next_begin(OVERLAP)
+        tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+class Undecided(NamedTuple):
+    logit: Tensor | None
+    """None: everybody is active."""
+    threshold: Tensor | None
+    number: float
+    inclusive: bool
+    choosable: Tensor | None
+    active: Tensor
+
+
+def _decision(undecided: Undecided | None, unused: Tensor, time: int) -> tuple[tuple, dict[str, int | bool]]:
+    """What the attention kernel is given about who is active: operands, and what they are."""
+    if undecided is None:
+        how = {"DECIDED": LISTED, "INCLUSIVE": False, "CHOOSABLE": False, "BLOCK_T": 16, "PREFIX": 16}
+        return (unused, unused, 0.0, unused, unused), how
+    logit, choosable, active = undecided.logit, undecided.choosable, undecided.active
+    threshold, decided = (None, EVERYBODY) if logit is None else by_what(undecided.threshold, logit)
+    operands = (
+        unused if logit is None else logit, unused if threshold is None else threshold, undecided.number,
+        unused if choosable is None else choosable.contiguous().view(torch.uint8), active.view(torch.uint8),
+    )  # fmt: skip
+    how = {
+        "DECIDED": decided, "INCLUSIVE": undecided.inclusive, "CHOOSABLE": choosable is not None,
+        "BLOCK_T": max(16, triton.next_power_of_2(time)), "PREFIX": min(PREFIX, triton.next_power_of_2(active.numel())),
+    }  # fmt: skip
+    return operands, how
+
+
+def attention(q, query, k, v, key_valid, out, index, starts, undecided: Undecided | None = None) -> None:
+    """Into `out`, by row. q: the queries by row, or with `query`, their projection, what they are made of, by place.
+
+    k, v: `[batch, head, keys, width]`. `index` and `starts` are the list of active tokens; where it is `undecided`
+    who they are, the list is written, not read.
+    """
+    batch, heads, keys, width = k.shape
+    time = len(index) // batch
+    valid = starts if key_valid is None else key_valid.contiguous().view(torch.uint8)
+    decision, how = _decision(undecided, starts, time)
+    _attention[(triton.cdiv(time, ATTENTION["BLOCK_M"]), batch * heads)](
+        q, q if query is None else query, k, v, valid, out, index, starts, time, keys,
+        1.4426950408889634 * width**-0.5, *k.stride()[:3], *v.stride()[:3], *decision, HEADS=heads, WIDTH=width,
+        BLOCK_W=max(16, triton.next_power_of_2(width)), BLOCK_D=min(64, triton.next_power_of_2(heads * width)),
+        QUERY=query is not None, VALID=key_valid is not None, **how, **overlapped(out), **ATTENTION,
+    )  # fmt: skip
