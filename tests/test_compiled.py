@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tokendepth.compiled import compiled
-from tokendepth.config import BudgetConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth.config import BudgetConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
 from tokendepth.machine import keep_freed_memory
 from tokendepth.methods import build
+from tokendepth.model import LanguageModel
 
 MODEL = ModelConfig(d_model=16, n_layer=2, n_head=2, d_ff=16, context=8, dropout=0.0, vocab_size=7)
 
@@ -39,6 +40,32 @@ def test_skipping_is_one_graph_and_equals_hard(method, batch):
         assert torch.equal(sparse.trace.work, hard.trace.work)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@torch.no_grad()
+def test_what_changes_afterwards_is_seen():
+    """Weights are constants to the compiler, so that a budget or new weights might go unnoticed."""
+    one, other = (
+        build(RunConfig(model=MODEL, method=BudgetConfig(), train=TrainConfig(seed=s))).eval() for s in (0, 1)
+    )
+    ids = torch.arange(24).view(3, 8) % 7
+
+    def check(model: LanguageModel, fast: LanguageModel) -> float:
+        expected, found = model(ids, execution="sparse"), fast(ids, execution="sparse")
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found.trace.work, expected.trace.work)
+        return float(found.trace.work[1:].mean())
+
+    shares = set()
+    fast = {model: compiled(model) for model in (one, other)}
+    for share in (0.3, 0.8):
+        for model in (one, other):
+            model.calibrate(ids, share)
+            shares.add(round(check(model, fast[model]), 1))
+    assert shares == {0.3, 0.8}
+    one.method.blocks[0].ffn.up.weight.mul_(2)
+    check(one, fast[one])
+    check(other, fast[other])
 
 
 def test_freed_memory_is_kept():

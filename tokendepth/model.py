@@ -48,13 +48,16 @@ class Pass:
     calibrate: float | None = None
     """Set the thresholds so that this share of the tokens of this very batch is active."""
 
+    live_thresholds: Tensor | None = None
+    """`[routed site]`: a method's own thresholds, where a compiler takes what belongs to it for constants."""
+
     def thresholds(self, own: Sequence[Tensor | float]) -> Sequence[Tensor | float]:
         """What scores must exceed: each router's own; given decisions are thresholds beyond any finite score.
 
         So that a router is asked even where its answer is known: compiled, it would be left out.
         """
         if self.decisions is None:
-            return own
+            return own if self.live_thresholds is None else self.live_thresholds.unbind()
         return torch.where(self.decisions, -math.inf, math.inf).unbind()
 
     def keys(self, time: int) -> int:
@@ -333,9 +336,10 @@ class LanguageModel(nn.Module):
         valid: Tensor | None = None,
         decisions: Tensor | None = None,
         targets: Tensor | None = None,
+        thresholds: Tensor | None = None,
     ) -> Output:
-        """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`."""
-        run = Pass(execution, cache, valid, decisions, targets, self.readout)
+        """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the others as of `Pass`."""
+        run = Pass(execution, cache, valid, decisions, targets, self.readout, live_thresholds=thresholds)
         if (needed := run.longest(ids.shape[1])) > self.config.context:
             raise UserError(f"{needed} tokens do not fit this model's context of {self.config.context}; give fewer")
         spent = self.method(self.embedded(ids, run), run)

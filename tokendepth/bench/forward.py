@@ -271,6 +271,9 @@ def _dense_conditions(config: ModelConfig, ids: Tensor) -> dict[tuple[str, float
     if ids.is_cuda:
         full = torch.compile(_at_full_activity, dynamic=False)
         found["own kernels at full activity", None] = lambda: full(dense, ids)
+    else:
+        packed = compiled(_built(config, DenseConfig(), ids.device))
+        found["compiled dense, packed", None] = lambda: packed(ids)
     return found
 
 

@@ -36,6 +36,10 @@ class Method(nn.Module):
         """How many sets of keys and values a `KVCache` for this method has to hold."""
         return self.model.n_layer
 
+    def live_thresholds(self) -> Tensor | None:
+        """`[routed site]`: those that may be set after the model was compiled."""
+        return None
+
     def routers(self) -> Sequence[nn.Module]:
         """The modules that decide; none for a fixed depth."""
         return []

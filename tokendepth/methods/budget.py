@@ -153,6 +153,10 @@ class Budget(Method):
     def routers(self) -> list[Router]:
         return [block.router for block in self._routed() if block.router]
 
+    def live_thresholds(self) -> Tensor | None:
+        own = [block.threshold for block in self._routed()]
+        return torch.stack(own) if own else None
+
     @property
     def thresholds(self) -> list[float]:
         return [float(block.threshold) for block in self._routed()]
