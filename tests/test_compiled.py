@@ -66,6 +66,8 @@ def test_what_changes_afterwards_is_seen():
     one.method.blocks[0].ffn.up.weight.mul_(2)
     check(one, fast[one])
     check(other, fast[other])
+    one.method.blocks[0].ffn.up.weight.mul_(2)
+    check(one, compiled(one).eval())
 
 
 def test_freed_memory_is_kept():

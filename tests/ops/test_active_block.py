@@ -132,6 +132,17 @@ def _undecided(size: tuple[int, ...], device: str, dtype: torch.dtype) -> list[d
     return found
 
 
+def _registered_as_it_is(device: str) -> None:
+    """Its schema says what it changes, and its shapes are known without running it."""
+    from tokendepth.ops.active_block.kernel import _chosen_block
+
+    given = operands(SIZES["one tile"], 0.4, halting=True, valid=True)
+    h, x, k, v, _, weights, halt, key_valid = cast(given, torch.bfloat16 if device == "cuda" else torch.float32, device)
+    logit = torch.zeros(h.shape[:2], device=device)
+    arguments = (h, x, k, v, logit, None, 0.0, True, None, *weights, halt, key_valid)
+    torch.library.opcheck(_chosen_block, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
 def _everybody(size: tuple[int, ...], device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     """The same with nothing to decide: all are active."""
     given = operands(size, 1.0, halting=False, valid=True)
@@ -149,6 +160,7 @@ def _measure() -> None:
     device = "cuda" if on_gpu else "cpu"
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written holds NaN
     found: dict[str, list] = {}
+    _registered_as_it_is(device)
     for name, size in MEASURED.items():
         for share, number in SHARES.items():
             for halting, valid in ((False, False), (True, True)):

@@ -39,7 +39,7 @@ FRACTIONS = (0.1, 0.25, 0.4, 0.5, 0.6, 0.726, 0.8, 1.0)
 BUDGETS = (0.7, 0.5, 0.4, 0.25)
 """At which a trained run with a dial is timed."""
 REPEATS = {1: 40, 8: 12}
-"""On a CPU, by batch; larger ones are repeated less often."""
+"""On a CPU, by the largest batch that is repeated so often."""
 FEWEST_REPEATS = 5
 GPU_REPEATS = 20
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -227,7 +227,8 @@ def _compared(
         conditions["soft", None] = lambda: fast(ids, execution="soft")
         totals["soft", None] = _nothing_skipped(model, ids)
     captures = {name: captured(condition, ids.device) for name, condition in conditions.items()}
-    repeats = GPU_REPEATS if ids.is_cuda else REPEATS.get(len(ids), FEWEST_REPEATS)
+    on_a_cpu = next((REPEATS[batch] for batch in sorted(REPEATS) if batch >= len(ids)), FEWEST_REPEATS)
+    repeats = GPU_REPEATS if ids.is_cuda else on_a_cpu
     spent = interleaved(captures, repeats, ids.device, graphs=True)
     times = {name: quartiles(values) for name, values in spent.items()}
     best = min(baselines, key=lambda name: times[name][0])

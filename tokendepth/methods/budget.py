@@ -42,6 +42,14 @@ class BudgetBlock(Block):
         self.router = Router(model.d_model) if config.routing == "learned" else None
         self.register_buffer("threshold", torch.tensor(0.0 if self.router else 1 - config.budget))
 
+    def _apply(self, fn, recurse=True):
+        """As every module does it, but the threshold keeps its precision: rounded, it would let others in."""
+        exact = self.threshold
+        super()._apply(fn, recurse)
+        if self.threshold.dtype != exact.dtype:
+            self.threshold = exact.to(self.threshold.device)
+        return self
+
     def enter_and_ask(self, hidden: Tensor) -> Entered:
         return self.enter(hidden, self.router and self.router.weights(normed=True))
 

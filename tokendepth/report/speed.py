@@ -14,10 +14,10 @@ RESULTS, PAGE = Path("results/forward.json"), Path("docs/SPEED.md")
 INTRODUCTION = """# Skipping, on the clock
 
 A forward pass, head included, that skips what its routers decide to skip, against the fastest dense run of the same
-shape without routers: eager, compiled, compiled in a CUDA graph, or our own kernels at full activity, whichever was
-fastest there. Routers and the listing of active tokens are inside of the time; active tokens are at scattered
-positions; before anything was timed, the result was compared with masking. Conditions take turns in one process; times
-are medians.
+shape without routers: eager, compiled, with packed weights on a CPU, in a CUDA graph, or our own kernels at full
+activity, whichever was fastest there. Routers and the listing of active tokens are inside of the time; active tokens
+are at scattered positions; before anything was timed, the result was compared with masking. Conditions take turns in
+one process; times are medians.
 
     efficiency = (speedup - 1) / (ceiling - 1)
 

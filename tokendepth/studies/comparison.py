@@ -159,7 +159,7 @@ def beside(outcomes: Outcomes, setting: Setting, line: str = "dense") -> tuple[s
 # --- in words ---------------------------------------------------------------------------------------------------------
 
 FAR = 0.02
-"""With one seed there is no spread to judge by; those of a setting lie up to this far apart on Tiny-Shakespeare."""
+WHY = "since those of one setting lie nearly as far apart on Tiny-Shakespeare"
 
 
 def judge(difference: Stat) -> str:
@@ -173,8 +173,7 @@ def judge(difference: Stat) -> str:
 
 def verdicts(outcomes: Outcomes) -> str:
     """Who beats dense models of the same executed FLOPs, by rule."""
-    close = "undecided" if outcomes.comparison.seeds == 1 else "even"
-    found: dict[str, list[str]] = {"better": [], close: [], "worse": [], OUTSIDE: []}
+    found: dict[str, list[str]] = {"better": [], "even": [], "undecided": [], "worse": [], OUTSIDE: []}
     for setting in outcomes.comparison.settings:
         if setting.method == "dense":
             continue
@@ -182,14 +181,13 @@ def verdicts(outcomes: Outcomes) -> str:
         if against == OUTSIDE:
             found[OUTSIDE].append(setting.title)
         elif against is not None:
-            found.setdefault(judge(against[1]), []).append(setting.title)
+            found[judge(against[1])].append(setting.title)
     if not any(found.values()):
         return ""
-    rule = "by more than two standard deviations over the seeds"
-    if outcomes.comparison.seeds == 1:
-        rule = f"one seed, so by more than {FAR:.0%}: so far apart seeds of one setting lie on Tiny-Shakespeare"
+    rule = f"by more than two standard deviations over the seeds; one seed alone is undecided up to {FAR:.0%}, {WHY}"
     lines = [wrapped(f"Against dense models of the same executed FLOPs ({rule}):"), ""]
-    lines += [wrapped(f"- {name}: {'; '.join(titles) or 'none'}.") for name, titles in found.items()]
+    shown = {name: titles for name, titles in found.items() if titles or name in ("better", "worse")}
+    lines += [wrapped(f"- {name}: {'; '.join(titles) or 'none'}.") for name, titles in shown.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -55,9 +55,11 @@ class Outcomes:
         return cls(comparison, configs, by_experiment([r for name in comparison.files for r in rows(name)]), costs)
 
     def _seeds(self, setting: Setting) -> dict[int, Row]:
-        """Those of the comparison, though more may have run; of a point of a curve, those that have one."""
+        """Those that all dense models have, as soon as they have any; of a point of a curve, those that have one."""
         ran = self.rows.get(_experiment(self.configs[setting]), {})
-        found = {seed: row for seed, row in ran.items() if seed < self.comparison.seeds}
+        dense = [set(self.rows.get(_experiment(self.configs[one]), {})) for one in self.of("dense")]
+        shared = set.intersection(*dense)
+        found = {seed: row for seed, row in ran.items() if not shared or seed in shared}
         on_a_curve = setting.budget is not None or setting.skips is not None
         return {seed: row for seed, row in found.items() if row["evaluation"]["curve"]} if on_a_curve else found
 
@@ -74,7 +76,7 @@ class Outcomes:
         if row is None or parameters is None:
             return None
         model, train = self.configs[setting].model, self.configs[setting].train
-        tokens = train.steps * train.batch_size * train.accumulate * model.context
+        tokens = train.steps * train.batch_size * model.context
         return {
             "training FLOPs": row["training_flops_per_token"] * tokens,
             "parameters": parameters.mean,

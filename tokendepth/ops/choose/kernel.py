@@ -86,7 +86,7 @@ def by_what(threshold: Tensor | None, logit: Tensor) -> tuple[Tensor | None, int
     if threshold is None:
         return None, BY_NUMBER
     assert threshold.numel() in (1, logit.numel()), "one threshold, or one a token"
-    return threshold.float().contiguous(), BY_ONE if threshold.numel() == 1 else BY_TOKEN
+    return threshold.contiguous(), BY_ONE if threshold.numel() == 1 else BY_TOKEN
 
 
 def empty_list(given: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,8 +54,8 @@ def everybodys_block(
 
 def saves_kernels(h: Tensor, weights: BlockWeights) -> bool:
     """Whether a block of this shape is so small that launches decide how long it takes."""
-    few = h.shape[0] * h.shape[1] <= FEW_TOKENS
-    return few and _decides_itself(h) and fits_tiles(h, weights) and serves(h)
+    # Whether kernels serve is asked first: a compiler need not know sizes where they do not.
+    return serves(h) and h.shape[0] * h.shape[1] <= FEW_TOKENS and _decides_itself(h) and fits_tiles(h, weights)
 
 
 def _decides_itself(h: Tensor) -> bool:

@@ -60,20 +60,25 @@ def _attention(
     after_previous(OVERLAP)
     b = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
+    own_token = b * time + tl.arange(0, BLOCK_T)
+    beyond = b * time + time
     if DECIDED == -1:
         first, last = tl.load(starts + b), tl.load(starts + b + 1)
+    elif DECIDED == 4:
+        first, last = b * time, beyond
+        rank = tl.arange(0, BLOCK_T)
+        flags = (own_token < beyond).to(tl.int32)
     else:
         first = 0
-        for start in range(0, b * time, PREFIX):
-            token = start + tl.arange(0, PREFIX)
+        for earlier in range(0, b * time, PREFIX):
+            token = earlier + tl.arange(0, PREFIX)
             first += tl.sum(
                 active_among(given, threshold, number, choosable, token, b * time, DECIDED, INCLUSIVE, CHOOSABLE), 0
             )
-        own_token = b * time + tl.arange(0, BLOCK_T)
-        beyond = b * time + time
         flags = active_among(given, threshold, number, choosable, own_token, beyond, DECIDED, INCLUSIVE, CHOOSABLE)
         rank = tl.cumsum(flags, 0) - flags
         last = first + tl.sum(flags, 0)
+    if DECIDED != -1:  # noqa: SIM102 - compiled only where it holds
         if (tl.program_id(0) == 0) & (head == 0):
             tl.store(active + own_token, flags.to(tl.uint8), mask=own_token < beyond)
             tl.store(index + first + rank, own_token, mask=flags != 0)
@@ -90,6 +95,8 @@ def _attention(
         D: tl.constexpr = HEADS * WIDTH
         if DECIDED == -1:
             place = tl.load(index + row, mask=there, other=b * time)
+        elif DECIDED == 4:
+            place = tl.where(there, row, b * time)
         else:  # the one active token of that rank
             own_rank = (rank[None, :] == (row - first)[:, None]) & (flags != 0)[None, :]
             place = tl.sum(tl.where(own_rank, own_token[None, :], 0), 1)
