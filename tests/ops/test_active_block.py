@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tokendepth.ops.active_block import BlockWeights, active_block, fits_one_tile
+from tokendepth.ops.active_block import BlockWeights, active_block
+from tokendepth.ops.backend import fits_one_tile
 from tokendepth.ops.choose import choose
 from tokendepth.ops.chosen_block import chosen_block, everybodys_block
 

@@ -11,6 +11,14 @@ FEW_TOKENS = 4096
 """Up to so many do not fill a GPU's multiprocessors: kernels take smaller tiles, so that each has one."""
 
 
+LARGEST_TILE = 256
+"""Up to this d, a power of two, a row fits in one tile, and kernels save passes over it."""
+
+
+def fits_one_tile(d: int) -> bool:
+    return 16 <= d <= LARGEST_TILE and d & (d - 1) == 0
+
+
 def serves(h: Tensor) -> bool:
     """Whether a kernel without a gradient is for `h`: in full precision the scalar units are the library's home."""
     nvidia = h.is_cuda and torch.version.hip is None

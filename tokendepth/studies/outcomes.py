@@ -86,15 +86,15 @@ class Outcomes:
 
     def dense_costs(self, flops: float) -> dict[str, float] | None:
         """What dense models of the same executed FLOPs cost, on the straight line between them; none is outside."""
-        places = [self.stat(one, "flops_per_token") for one in self.of("dense")]
-        costs = [self.costs_of(one) for one in self.of("dense")]
-        known = sorted((place.mean, n) for n, place in enumerate(places) if place)
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for x, n in known:
-            for name, cost in (costs[n] or {}).items():
-                lines.setdefault(name, []).append((x, cost))
-        whole = {name: interpolate(line, flops) for name, line in lines.items() if len(line) == len(places)}
-        return {name: float(cost) for name, cost in whole.items() if cost != OUTSIDE} or None
+        line = []
+        for one in self.of("dense"):
+            place, costs = self.stat(one, "flops_per_token"), self.costs_of(one)
+            if place is None or costs is None:
+                return None
+            line.append((place.mean, costs))
+        line.sort(key=lambda one: one[0])
+        found = {name: interpolate([(x, costs[name]) for x, costs in line], flops) for name in line[0][1]}
+        return {name: float(cost) for name, cost in found.items() if cost != OUTSIDE} or None
 
     def executed(self, setting: Setting) -> list[Executed]:
         """By seed; a setting that is chosen on its first seed needs that one."""

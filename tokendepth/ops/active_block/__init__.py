@@ -10,10 +10,8 @@ from torch import Tensor
 from tokendepth.ops.backend import serves
 from tokendepth.ops.choose import Listed
 
-__all__ = ["BlockWeights", "active_block", "fits_one_tile", "fits_tiles"]
+__all__ = ["BlockWeights", "active_block", "fits_tiles"]
 
-LARGEST_TILE = 256
-"""Up to this d, a power of two, the query is made inside of attention, and projection, sum and norm are one kernel."""
 TILE = 64
 """Widths that are no multiples of it are the library's: they gain nothing by kernels."""
 
@@ -29,10 +27,6 @@ class BlockWeights(NamedTuple):
     up_bias: Tensor
     down: Tensor
     down_bias: Tensor
-
-
-def fits_one_tile(d: int) -> bool:
-    return 16 <= d <= LARGEST_TILE and d & (d - 1) == 0
 
 
 def fits_tiles(h: Tensor, weights: BlockWeights) -> bool:

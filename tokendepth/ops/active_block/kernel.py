@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokendepth.ops.active_block import fits_one_tile
-from tokendepth.ops.backend import FEW_TOKENS, check_kernel
+from tokendepth.ops.backend import FEW_TOKENS, check_kernel, fits_one_tile
 from tokendepth.ops.choose.kernel import empty_list, list_active, tensor_or_number
 from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overlapped
 from tokendepth.ops.sparse_attention.kernel import Undecided, attention

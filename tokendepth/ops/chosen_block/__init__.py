@@ -6,8 +6,8 @@ one to decide for its sequence itself.
 
 from torch import Tensor
 
-from tokendepth.ops.active_block import BlockWeights, active_block, fits_one_tile, fits_tiles
-from tokendepth.ops.backend import FEW_TOKENS, serves
+from tokendepth.ops.active_block import BlockWeights, active_block, fits_tiles
+from tokendepth.ops.backend import FEW_TOKENS, fits_one_tile, serves
 from tokendepth.ops.choose import choose
 
 __all__ = ["chosen_block", "everybodys_block", "saves_kernels"]

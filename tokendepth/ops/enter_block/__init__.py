@@ -7,12 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tokendepth.ops.backend import serves
+from tokendepth.ops.backend import fits_one_tile, serves
 
 __all__ = ["Entered", "RouterWeights", "enter_block"]
-
-LARGEST_D = 256
-"""Up to this d, a power of two, a row fits in one tile and the kernel saves passes over it."""
 
 
 class RouterWeights(NamedTuple):
@@ -47,8 +44,7 @@ def enter_block(
     `auto` is the kernel for low precision on a GPU where no gradient is wanted, and `eager` otherwise.
     """
     if backend == "auto":
-        d = h.shape[-1]
-        backend = "kernel" if 16 <= d <= LARGEST_D and d & (d - 1) == 0 and serves(h) else "eager"
+        backend = "kernel" if fits_one_tile(h.shape[-1]) and serves(h) else "eager"
     if backend == "kernel":
         from tokendepth.ops.enter_block.kernel import kernel as run
     elif backend == "eager":
