@@ -204,7 +204,7 @@ class Block(nn.Module):
 
     def forward_all(self, h: Tensor, run: Pass) -> Tensor:
         """As `forward`. Under sparse execution by the kernels that skip, where those are faster: h is given away."""
-        if run.execution != "sparse" or not saves_kernels(h, self.active_weights()):
+        if run.execution != "sparse" or not self.saves_kernels(h):
             return self(h, run)
         entered = self.enter(h)
         k, v, key_valid = self.attention.remember(entered.both, run)
@@ -255,6 +255,10 @@ class Block(nn.Module):
         return chosen_block(
             h, entered.x, k, v, logit, threshold, weights, halt, run.valid, key_valid, inclusive=inclusive
         )
+
+    def saves_kernels(self, h: Tensor) -> bool:
+        """Whether kernels take everybody's block without a list of who is active."""
+        return saves_kernels(h, self.active_weights(), self.attention.n_head)
 
     def active_weights(self) -> BlockWeights:
         norm, ffn, attention = self.norm_ffn, self.ffn, self.attention

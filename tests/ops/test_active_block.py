@@ -5,12 +5,13 @@ Triton is imported. On a GPU the same script measures the real kernel, in bfloat
 """
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-from tokendepth.ops.active_block import BlockWeights, active_block
+from tokendepth.ops.active_block import BlockWeights, active_block, fits_tiles
 from tokendepth.ops.backend import fits_one_tile
 from tokendepth.ops.choose import choose
 from tokendepth.ops.chosen_block import chosen_block, everybodys_block
@@ -20,12 +21,12 @@ ROUNDING = 2.0**-24  # of a float32: what twice an error of nothing still allows
 # batch, time, d, heads, ff, keys. Rows in one tile (d a power of two up to 256) and not; a cache; widths that are no
 # powers of two; more rows than a block of them.
 SIZES = {
-    "one token": (1, 1, 16, 2, 16, 1),
-    "one tile": (2, 19, 32, 4, 48, 19),
+    "one token": (1, 1, 32, 2, 16, 1),
+    "one tile": (2, 19, 32, 2, 48, 19),
     "several": (2, 19, 48, 3, 100, 19),
     "a cache": (3, 5, 64, 2, 64, 21),
-    "a cache, wide": (3, 7, 40, 5, 72, 30),
-    "blocks of rows": (2, 150, 16, 2, 32, 150),
+    "a cache, wide": (3, 7, 72, 3, 72, 30),
+    "blocks of rows": (2, 150, 32, 2, 32, 150),
 }
 ON_A_GPU = {"the paper's": (8, 256, 256, 8, 1024, 256), "GPT-2's": (4, 512, 768, 12, 3072, 512)}
 MEASURED = {**SIZES, **(ON_A_GPU if torch.cuda.is_available() else {})}
@@ -85,6 +86,16 @@ def test_on_a_cpu_auto_is_eager_and_an_unknown_backend_is_refused():
     assert torch.equal(active_block(*arguments), active_block(*arguments, backend="eager"))
     with pytest.raises(ValueError, match="unknown backend 'fast'"):
         active_block(*arguments, backend="fast")
+
+
+def test_heads_too_narrow_for_tensor_cores_are_the_librarys():
+    narrow = operands((1, 2, 64, 8, 64, 2), 1.0, halting=False, valid=False)
+    weights = narrow[5]
+    assert fits_tiles(weights, heads=4)
+    assert not fits_tiles(weights, heads=8)
+    if find_spec("triton") is not None:
+        with pytest.raises(ValueError, match="at least 16 numbers, not 8"):
+            active_block(*narrow, backend="kernel")
 
 
 @pytest.mark.parametrize("share", SHARES)

@@ -30,7 +30,6 @@ from tokendepth.evaluate import batches, load_model
 from tokendepth.machine import choose_device, environment
 from tokendepth.methods import build
 from tokendepth.model import Block, LanguageModel, Output, Pass
-from tokendepth.ops.chosen_block import saves_kernels
 from tokendepth.results import Row, add_rows
 from tokendepth.runs import Run
 from tokendepth.trace import DepthTotals
@@ -283,7 +282,7 @@ def _at_full_activity(dense: LanguageModel, ids: Tensor) -> Tensor:
     run, everyone = Pass("sparse"), torch.ones_like(ids, dtype=torch.bool)
     hidden = dense.embedded(ids, run)
     for block in (module for module in dense.method.modules() if isinstance(module, Block)):
-        few = saves_kernels(hidden, block.active_weights())  # then there is no list to be made of everybody
+        few = block.saves_kernels(hidden)  # then there is no list to be made of everybody
         hidden = block.forward_all(hidden, run) if few else block.forward_active(hidden, run, everyone)
     return dense.readout(hidden)
 

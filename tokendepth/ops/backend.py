@@ -14,6 +14,9 @@ FEW_TOKENS = 4096
 LARGEST_TILE = 256
 """Up to this d, a power of two, a row fits in one tile, and kernels save passes over it."""
 
+NARROWEST_HEAD = 16
+"""Heads of 8 numbers, padded to the 16 that tensor cores take, come out wrong on an H200 (Triton 3.6)."""
+
 
 def fits_one_tile(d: int) -> bool:
     return 16 <= d <= LARGEST_TILE and d & (d - 1) == 0
@@ -25,7 +28,11 @@ def serves(h: Tensor) -> bool:
     return nvidia and h.dtype in LOW_PRECISION and not torch.is_grad_enabled() and has_triton()
 
 
-def check_kernel(h: Tensor) -> None:
+def check_kernel(h: Tensor, width: int = NARROWEST_HEAD) -> None:
+    if width < NARROWEST_HEAD:
+        raise ValueError(
+            f"backend 'kernel' is for heads of at least {NARROWEST_HEAD} numbers, not {width}; take 'eager'"
+        )
     if h.is_cuda and h.dtype not in LOW_PRECISION:
         raise ValueError(f"backend 'kernel' is for bfloat16 and float16 on a GPU, not {h.dtype}; take 'eager'")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tokendepth.ops.backend import serves
+from tokendepth.ops.backend import NARROWEST_HEAD, serves
 from tokendepth.ops.choose import Listed
 
 __all__ = ["BlockWeights", "active_block", "fits_tiles"]
@@ -29,8 +29,9 @@ class BlockWeights(NamedTuple):
     down_bias: Tensor
 
 
-def fits_tiles(h: Tensor, weights: BlockWeights) -> bool:
-    return h.shape[-1] % TILE == weights.up.shape[0] % TILE == 0
+def fits_tiles(weights: BlockWeights, heads: int) -> bool:
+    ff, d = weights.up.shape
+    return d % TILE == ff % TILE == 0 and d // heads >= NARROWEST_HEAD
 
 
 def active_block(
@@ -54,7 +55,7 @@ def active_block(
     the host: counts stay on the device, so it can be captured in a graph.
     """
     if backend == "auto":
-        backend = "kernel" if fits_tiles(h, weights) and serves(h) else "eager"
+        backend = "kernel" if fits_tiles(weights, k.shape[1]) and serves(h) else "eager"
     if backend == "kernel":
         from tokendepth.ops.active_block.kernel import kernel as run
     elif backend == "eager":

@@ -264,7 +264,7 @@ def choosing_kernel(h, x, k, v, logit, threshold, weights, halt, valid, key_vali
 
     Each program decides for its whole sequence.
     """
-    check_kernel(h)
+    check_kernel(h, k.shape[3])
     h = h.contiguous()
     given = *tensor_or_number(threshold), inclusive, valid
     active = _chosen_block(h, x, k, v, logit, *given, *(w.contiguous() for w in weights), halt, key_valid)
@@ -273,7 +273,7 @@ def choosing_kernel(h, x, k, v, logit, threshold, weights, halt, valid, key_vali
 
 def kernel(h, x, k, v, active, weights, halt=None, key_valid=None, listed=None) -> Tensor:
     """As `reference`, without asking the host how many tokens are active; in place."""
-    check_kernel(h)
+    check_kernel(h, k.shape[3])
     h = h.contiguous()
     index, starts = list_active(active) if listed is None else listed
     _active_block(h, x, k, v, index, starts, *(w.contiguous() for w in weights), halt, key_valid)

@@ -35,7 +35,7 @@ def chosen_block(
 
     `auto` is one kernel less where kernels serve and there are few tokens, else what both ops choose.
     """
-    if (backend == "kernel" and _decides_itself(h)) or (backend == "auto" and saves_kernels(h, weights)):
+    if (backend == "kernel" and _decides_itself(h)) or (backend == "auto" and saves_kernels(h, weights, k.shape[1])):
         from tokendepth.ops.active_block.kernel import choosing_kernel
 
         return choosing_kernel(h, x, k, v, logit, threshold, weights, halt, valid, key_valid, inclusive)
@@ -52,10 +52,10 @@ def everybodys_block(
     return choosing_kernel(h, x, k, v, None, 0.0, weights, None, None, key_valid, False)[0]
 
 
-def saves_kernels(h: Tensor, weights: BlockWeights) -> bool:
+def saves_kernels(h: Tensor, weights: BlockWeights, heads: int) -> bool:
     """Whether a block of this shape is so small that launches decide how long it takes."""
     # Whether kernels serve is asked first: a compiler need not know sizes where they do not.
-    return serves(h) and h.shape[0] * h.shape[1] <= FEW_TOKENS and _decides_itself(h) and fits_tiles(h, weights)
+    return serves(h) and h.shape[0] * h.shape[1] <= FEW_TOKENS and _decides_itself(h) and fits_tiles(weights, heads)
 
 
 def _decides_itself(h: Tensor) -> bool:
