@@ -12,7 +12,7 @@ from tokendepth import calibrate, data
 from tokendepth.cli import main
 from tokendepth.config import BudgetConfig, TSAConfig
 from tokendepth.errors import UserError
-from tokendepth.evaluate import evaluate, load_model
+from tokendepth.evaluate import batches, evaluate, load_model, measure
 from tokendepth.runs import Run
 from tokendepth.train import train
 
@@ -63,6 +63,38 @@ def test_a_curve_holds_every_budget_and_costs_rise_with_it(run):
     assert costs == sorted(costs)
     for point in curve:
         assert point["sparse"]["active_fraction"] == pytest.approx(point["budget"], abs=0.01)
+
+
+@pytest.fixture(scope="module")
+def stretches(tmp_path_factory) -> Run:
+    """Of two alphabets in turns of 500 characters at random, so that windows differ as much as they can."""
+    folder, dice = tmp_path_factory.mktemp("stretches"), random.Random(0)
+    text = "".join("".join(dice.choices(dice.choice(["abcd", "0123"]), k=500)) for _ in range(800))
+    corpus = write_corpus(folder, text)
+    config = tiny(folder, method=BudgetConfig(), corpus=corpus, steps=20, batch_size=8, context=32, eval_every=20)
+    return train(config, folder / "run", show=False)
+
+
+def test_a_text_whose_windows_differ_is_looked_at_for_longer(stretches, run, monkeypatch):
+    looked_at = []
+
+    def counting(model, ids, budget, original=calibrate.calibrate_on):
+        looked_at.append(len(ids))
+        return original(model, ids, budget)
+
+    monkeypatch.setattr(calibrate, "calibrate_on", counting)
+    first = calibrate.FIRST_TOKENS // 32
+    calibrate.calibrate(load_model(run, CPU), data.load(run.config.data), 0.4)
+    assert max(looked_at) < 2 * first, "words thrown like dice are much alike"
+    looked_at.clear()
+    model, dataset = load_model(stretches, CPU), data.load(stretches.config.data)
+    calibrate.calibrate(model, dataset, 0.4, roughly=True)
+    assert looked_at == [first]
+    calibrate.calibrate(model, dataset, 0.4)
+    assert looked_at[1] == first
+    assert looked_at[2] > 4 * first
+    whole = measure(model, batches(dataset, "train", 32, CPU), lambda ids: model(ids, execution="hard"))
+    assert whole.depth.active_fraction == pytest.approx(0.4, abs=0.01)
 
 
 def test_kept_thresholds_are_used_and_need_no_corpus(run, capsys):

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig
 from tokendepth.errors import UserError
+from tokendepth.ops import chosen_rows
 from tokendepth.ops.active_block import BlockWeights, active_block
 from tokendepth.ops.chosen_block import chosen_block, everybodys_block, saves_kernels
+from tokendepth.ops.chosen_rows import ChosenRows
 from tokendepth.ops.compact import compact, put, take
 from tokendepth.ops.enter_block import Entered, RouterWeights, enter_block
 from tokendepth.ops.gated_add import gated_add
@@ -27,6 +29,14 @@ from tokendepth.trace import DepthTrace, Execution, Site
 
 if TYPE_CHECKING:
     from tokendepth.methods.base import Method
+
+
+def forced(decisions: Tensor) -> Tensor:
+    """Decisions as thresholds beyond any finite score.
+
+    So that a router is asked even where its answer is known: compiled, it would be left out.
+    """
+    return torch.where(decisions, -math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -45,20 +55,13 @@ class Pass:
     """Hidden states to logits: final norm and tied head."""
     layer: int | None = None
     """Which of the cache's layers an application of a shared block is; none for a block of its own."""
-    calibrate: float | None = None
-    """Set the thresholds so that this share of the tokens of this very batch is active."""
-
-    live_thresholds: Tensor | None = None
-    """`[routed site]`: a method's own thresholds, where a compiler takes what belongs to it for constants."""
+    given_thresholds: Tensor | None = None
+    """`[routed site]`, or `[routed site, batch, time]`: taken instead of the routers' own."""
 
     def thresholds(self, own: Sequence[Tensor | float]) -> Sequence[Tensor | float]:
-        """What scores must exceed: each router's own; given decisions are thresholds beyond any finite score.
-
-        So that a router is asked even where its answer is known: compiled, it would be left out.
-        """
-        if self.decisions is None:
-            return own if self.live_thresholds is None else self.live_thresholds.unbind()
-        return torch.where(self.decisions, -math.inf, math.inf).unbind()
+        """What scores must exceed: what is given, else each router's own."""
+        given = self.given_thresholds if self.decisions is None else forced(self.decisions)
+        return own if given is None else given.unbind()
 
     def keys(self, time: int) -> int:
         """How many keys a row of attention is as wide as."""
@@ -129,10 +132,24 @@ class Attention(nn.Module):
     def attended(self, x: Tensor, run: Pass) -> Tensor:
         """What the heads gathered for every token, before the output projection."""
         q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
-        k, v, key_valid = self._remember(k, v, run)
-        mask = None if key_valid is None else _causal_mask(x.shape[1], key_valid)
+        return self._attended(q, self._remember(k, v, run))
+
+    def _attended(self, q: Tensor, kept: KeysValues) -> Tensor:
+        k, v, key_valid = kept
+        mask = None if key_valid is None else _causal_mask(q.shape[2], key_valid)
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None).transpose(1, 2).flatten(2)
+
+    def chosen_rows(self, x: Tensor, run: Pass, rows: ChosenRows) -> Tensor:
+        """While training: `[n, d]`, the rows of the chosen tokens, of `x` `[batch, time, d]`.
+
+        The others have no queries, but what would be gathered for them is: ragged rows have no library call with a
+        gradient.
+        """
+        queries = F.linear(chosen_rows.take(x.flatten(0, 1), rows), self._weights()[0])
+        q = self._heads(chosen_rows.spread(queries, rows).view(*x.shape[:2], -1))
+        attended = self._attended(q, self.keys_values(x, run))
+        return self.out(chosen_rows.take(attended.flatten(0, 1), rows))
 
     def rows_with(self, x: Tensor, places: Tensor, kept: KeysValues) -> Tensor:
         """Rows `[batch, rows, d]` that stand at `places` `[batch, rows]` among keys that are there already."""
@@ -210,15 +227,13 @@ class Block(nn.Module):
         k, v, key_valid = self.attention.remember(entered.both, run)
         return everybodys_block(h, entered.x, k, v, self.active_weights(), key_valid)
 
-    def forward_rows(self, h: Tensor, run: Pass, rows: Tensor, gate: Tensor) -> Tensor:
-        """While training: as `forward` with a gate that is 0 but for `rows`, a fixed number, and `gate` `[n]` for them.
-
-        Attention is computed for all, since its ragged rows have no library call with a gradient; the output
-        projection and the feed-forward, three quarters of a block's products, for `rows` alone.
-        """
-        attended = take(self.attention.attended(self.norm_attention(h), run), rows)
-        states = gated_add(take(h, rows), self.dropout(self.attention.out(attended)), gate)
-        return put(h, rows, gated_add(states, self.dropout(self.ffn(self.norm_ffn(states))), gate))
+    def forward_rows(self, h: Tensor, run: Pass, rows: ChosenRows, gate: Tensor) -> Tensor:
+        """While training: as `forward` with a gate that is 0 but for `rows`, where it is `gate` `[n]`."""
+        updates = self.dropout(self.attention.chosen_rows(self.norm_attention(h), run, rows))
+        states = gated_add(chosen_rows.take(h.flatten(0, 1), rows), updates, gate)
+        states = gated_add(states, self.dropout(self.ffn(self.norm_ffn(states))), gate)
+        chosen = rows.chosen.view(*h.shape[:2], 1)
+        return torch.where(chosen, chosen_rows.spread(states, rows).view_as(h), h)
 
     def enter(self, h: Tensor, router: RouterWeights | None = None) -> Entered:
         """What `forward_active` needs of every token, and what the router says of them, in one pass over h."""
@@ -343,7 +358,7 @@ class LanguageModel(nn.Module):
         thresholds: Tensor | None = None,
     ) -> Output:
         """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the others as of `Pass`."""
-        run = Pass(execution, cache, valid, decisions, targets, self.readout, live_thresholds=thresholds)
+        run = Pass(execution, cache, valid, decisions, targets, self.readout, given_thresholds=thresholds)
         if (needed := run.longest(ids.shape[1])) > self.config.context:
             raise UserError(f"{needed} tokens do not fit this model's context of {self.config.context}; give fewer")
         spent = self.method(self.embedded(ids, run), run)
@@ -356,12 +371,6 @@ class LanguageModel(nn.Module):
     def head_flops(self) -> int:
         """Of one token."""
         return 2 * self.config.d_model * self.config.vocab_size
-
-    @torch.no_grad()
-    def calibrate(self, ids: Tensor, budget: float) -> None:
-        """Set the method's thresholds so that `budget` of the tokens of `ids` is active in the routed blocks."""
-        run = Pass("hard", calibrate=budget)
-        self.method(self.embedded(ids, run), run)
 
     def readout(self, hidden: Tensor) -> Tensor:
         return F.linear(self.norm(hidden), self.embedding.weight)

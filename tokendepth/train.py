@@ -269,7 +269,7 @@ class _Training:
         if not due or step in self.validated or self.ranks.rank != 0:
             return
         with self.optimiser_step.uncompiled():
-            calibrate(self.model, self.dataset)
+            calibrate(self.model, self.dataset, roughly=True)
             with self.optimiser_step.autocast:
                 measured = measure(self.model, self._validation_stream(), self.model)
         if self.stop.received:  # cut short: not a number to keep; the resumed run repeats it

@@ -29,7 +29,7 @@ from tokendepth.errors import UserError
 from tokendepth.evaluate import batches, load_model
 from tokendepth.machine import choose_device, environment
 from tokendepth.methods import build
-from tokendepth.model import Block, LanguageModel, Output, Pass
+from tokendepth.model import Block, LanguageModel, Output, Pass, forced
 from tokendepth.results import Row, add_rows
 from tokendepth.runs import Run
 from tokendepth.trace import DepthTotals
@@ -211,9 +211,10 @@ def _compared(
     baselines = list(conditions)
     totals, choices, first = {}, {}, next(iter(cases))
     for fraction, decisions in cases.items():
+        given = {} if decisions is None else {"thresholds": forced(decisions)}
 
-        def run(execution: Any, decisions: Tensor | None = decisions) -> Output:
-            return fast(ids, execution=execution, decisions=decisions)
+        def run(execution: Any, given: dict[str, Tensor] = given) -> Output:
+            return fast(ids, execution=execution, **given)
 
         _check_equal(run("sparse"), model(ids, execution="hard", decisions=decisions))
         totals["sparse", fraction] = run("sparse").trace.totals()

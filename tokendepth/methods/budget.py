@@ -24,7 +24,7 @@ from tokendepth.methods.base import Method
 from tokendepth.methods.tsa import Router
 from tokendepth.model import Block, Pass, Spent, block_site
 from tokendepth.ops.choose import choose
-from tokendepth.ops.compact import take
+from tokendepth.ops.chosen_rows import chosen_rows, take
 from tokendepth.ops.enter_block import Entered
 from tokendepth.trace import DepthTrace, Site
 
@@ -91,8 +91,6 @@ class Budget(Method):
         ):
             entered = block.enter_and_ask(hidden) if run.execution == "sparse" else None
             halt = block.halt(hidden, partial(_dice, entering, number), entered)
-            if run.calibrate is not None:
-                block.threshold.copy_(_between(-halt, 1 - run.calibrate))
             if entered is not None:
                 gate = halt if block.router else None
                 hidden, active = block.forward_chosen(hidden, run, entered, halt, given, halt=gate)
@@ -101,6 +99,24 @@ class Budget(Method):
                 hidden = block(hidden, run, gate=block.weight(halt) * active)
             work.append(active.float())
         return Spent(hidden, DepthTrace(torch.stack(work), sites, run.execution), {})
+
+    @torch.no_grad()
+    def calibrate(self, parts: list[Tensor], share: float) -> Tensor:
+        """Set the thresholds so that `share` of the tokens of `parts`, each `[batch, time, d]`, is active.
+
+        Block by block, since who is active in one decides what the next one sees. Returns how much of every sequence
+        was active, over the routed blocks.
+        """
+        run, entering, active = Pass("hard"), parts, []
+        parts = [self.blocks[0](part, run) for part in parts]
+        for number, block in enumerate(self._routed()):
+            halts = [block.halt(p, partial(_dice, e, number)) for p, e in zip(parts, entering, strict=True)]
+            block.threshold.copy_(_between(-torch.cat(halts), 1 - share))
+            gates = [choose(halt, block.threshold).active for halt in halts]
+            active.append(torch.cat(gates).float().mean(1))
+            gated = zip(parts, halts, gates, strict=True)
+            parts = [block(part, run, gate=block.weight(halt) * gate) for part, halt, gate in gated]
+        return torch.stack(active).mean(0) if active else torch.ones(sum(map(len, parts)))
 
     # -- training
 
@@ -115,11 +131,10 @@ class Budget(Method):
             halt = block.halt(hidden, partial(torch.rand, hidden.shape[:2], device=hidden.device))
             own, weight = -halt[:batch].detach(), block.weight(halt)
             if budgets is None:
-                rows = self._at_budget(own)
-                active = torch.zeros_like(own.flatten()).index_fill(0, rows, 1.0).view_as(own)
-                full = torch.arange(own.numel(), halt.numel(), device=rows.device)
-                rows = torch.cat([rows, full])
-                hidden = block.forward_rows(hidden, run, rows, take(weight, rows))
+                full = torch.arange(own.numel(), halt.numel(), device=own.device)
+                rows = chosen_rows(torch.cat([self._at_budget(own), full]), halt.numel())
+                active = rows.chosen[: own.numel()].view_as(own).float()
+                hidden = block.forward_rows(hidden, run, rows, take(weight.flatten(), rows))
             else:
                 active = (own > _quantile(own, 1 - budgets)).float()
                 hidden = block(hidden, run, gate=torch.cat([active, torch.ones_like(halt[batch:])]) * weight)
@@ -132,9 +147,9 @@ class Budget(Method):
         return Spent(hidden[:batch], trace, self._full_budget_losses(logits, full_logits, run.targets), logits)
 
     def _at_budget(self, scores: Tensor) -> Tensor:
-        """The rows above the batch's quantile, in order: always as many, so that training can skip the others."""
+        """The tokens above the batch's quantile: always as many, so that training can skip the others."""
         count = scores.numel() - round((1 - self.budget) * scores.numel())
-        return scores.flatten().topk(count).indices.sort().values
+        return scores.flatten().argsort(descending=True, stable=True)[:count]
 
     def _draw(self, batch: int, device: torch.device) -> Tensor:
         """The budget of each sequence, `[batch, 1]`: small ones more often, since they are harder."""

@@ -80,7 +80,8 @@ class TSA(Method):
                 keep = active.float()
             keeps.append(keep)
         work = torch.stack(keeps)
-        losses = {"depth": self.depth_penalty * _mean(work[1:], run.valid)} if len(keeps) > 1 else {}
+        gated = run.execution == "soft" and len(keeps) > 1  # a decision has no gradient, so no price either
+        losses = {"depth": self.depth_penalty * _mean(work[1:], run.valid)} if gated else {}
         return Spent(hidden, DepthTrace(work.detach(), sites, run.execution), losses)
 
     def _decided(
