@@ -39,6 +39,7 @@ readme: $(VENV)/.installed-dev
 	@$(BIN)/python -m tokendepth.report.readme
 	@$(BIN)/python -m tokendepth.studies.document
 	@$(BIN)/python -m tokendepth.studies.pages
+	@$(BIN)/python -m tokendepth.studies.wanted
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -30,10 +30,11 @@ def test_the_tables_are_those_of_results():
 
 
 def test_the_tables_are_there():
-    assert README.count("<!-- end -->") == 6
+    assert README.count("<!-- end -->") == 7
     assert re.search(r"\| shakespeare\.dense \(n=5\) ", README)
     assert re.search(r"\| shakespeare\.tsa \(n=3\) ", README)
     assert re.search(r"\| shakespeare\.budget at 0\.4 \(n=5\) ", README)
+    assert re.search(r"\| enwik8\.budget \(n=3\) ", README)
     assert re.search(r"\| synthetic\.sort_budget at 0\.4 \(n=3\) ", README)
     assert re.search(r"\| `kill -9` at a random moment, a save at every step \| 5\d\d \|", README)
 

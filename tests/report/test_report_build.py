@@ -64,7 +64,7 @@ def report(tmp_path_factory) -> tuple[Path, Page]:
 
 def test_the_folder_is_complete_and_its_figures_show_something(report):
     out = report[0].parent
-    names = {"loss_steps", "loss_tlops", "active_fraction", "tokens_01"}
+    names = {"loss_steps", "loss_tlops", "active_fraction", "pareto_01", "tokens_01"}
     assert report[0] == out / "report.html"
     assert {p.name for p in out.iterdir()} == {"report.html", "table.md", "table.json", "figures"}
     assert {p.name for p in (out / "figures").iterdir()} == {f"{n}.{s}" for n in names for s in ("svg", "png")}
@@ -111,7 +111,7 @@ def test_the_page_needs_no_other_file(report):
 
 def test_figures_are_inline_with_ids_of_their_own_and_the_ink_of_the_page(report):
     page = report[1]
-    assert len(page.all("svg")) == 4
+    assert len(page.all("svg")) == 5
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     wanted = set(re.findall(r'(?:href="#|url\(#)([^")]+)', page.source))

@@ -25,7 +25,7 @@ def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
         missing = (error.name or "a package").split(".")[0]
         raise UserError(f"the report needs {missing}, not installed; pip install 'tokendepth[report]'") from None
 
-    drawings = [*figures.comparison(table), *filter(None, [pareto.pareto(table)])]
+    drawings = [*figures.comparison(table), *pareto.pareto(table)]
     maps = {}
     for record in (record for row in table for record in row.records):
         if passage := record.passage:
@@ -50,6 +50,6 @@ def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
 
 def _stale(folder: Path, kept: set[str]) -> list[Path]:
     """Figures that an earlier report left and this one does not have: beside it they would pass for its own."""
-    patterns = ("loss_steps", "loss_tlops", "active_fraction", "pareto", "tokens_[0-9][0-9]")
+    patterns = ("loss_steps", "loss_tlops", "active_fraction", "pareto_[0-9][0-9]", "tokens_[0-9][0-9]")
     ours = [path for name in patterns for suffix in ("svg", "png") for path in folder.glob(f"{name}.{suffix}")]
     return [path for path in ours if path.stem not in kept]

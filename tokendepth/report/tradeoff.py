@@ -22,7 +22,7 @@ MARGIN = 0.01
 """But no lower than this above the worst one: the line to beat is seen whole."""
 LETTER = 0.0125
 """How much of the frame's width a letter takes."""
-TICKS = [n * 10**power for power in range(3, 10) for n in (1, 1.5, 2, 3, 4, 5, 7)]
+TICKS = [n * 10**power for power in range(3, 10) for n in (1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8)]
 
 
 def tradeoff(
@@ -32,17 +32,20 @@ def tradeoff(
     series: Sequence[Points],
     highlight: tuple[str, ...] = (),
 ) -> Drawing | None:
-    """`dense` are labelled places on the grey line; with `highlight`, labels that begin otherwise are pale."""
+    """`dense` are labelled places on the grey line, which decide what the frame shows; without any it shows all.
+
+    With `highlight`, labels that begin otherwise are pale.
+    """
     series = [one for one in series if one.points]
-    if not dense or not series:
+    if not series:
         return None
     with style():
         lines = (len({one.label for one in series}) + 2) // 2
         figure = Figure(figsize=(WIDTH, 3.2 + 0.17 * lines), layout="constrained")
         axes = figure.subplots()
-        losses = [loss for _, (_, loss, _) in dense]
+        losses = [loss for _, (_, loss, _) in dense] or [loss for one in series for _, loss, _ in one.points]
         top = max((1 + HEADROOM) * min(losses), (1 + MARGIN) * max(losses))
-        handles: dict[str, object] = {"dense, fewer layers": _dense(axes, dense)}
+        handles: dict[str, object] = {"dense, fewer layers": _dense(axes, dense)} if dense else {}
         outside: list[Outside] = []
         for one in sorted(series, key=lambda one: _shown(one, highlight)):  # what is highlighted lies above the others
             handle, above = _draw(axes, one, top, pale=not _shown(one, highlight))
@@ -58,7 +61,7 @@ def tradeoff(
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}")
         axes.set_xlabel("million FLOPs per token, executed (head and routers included)")
-        axes.set_ylabel("validation loss, executed\n(nats per character)")
+        axes.set_ylabel("validation loss, executed\n(nats per token)")
         legend_below(figure, handles)
         return render(figure, name, caption)
 
