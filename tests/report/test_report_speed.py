@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tokendepth.report.speed import PAGE, RESULTS, TARGETS, headline, page
+from tokendepth.report.speed import PAGE, RESULTS, TARGETS, TRAINING, headline, page
 from tokendepth.results import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ def row(**changes) -> dict:
 
 
 def test_the_page_is_not_stale():
-    made = page(read_rows(ROOT / RESULTS))
+    made = page(read_rows(ROOT / RESULTS), read_rows(ROOT / TRAINING))
     assert made == (ROOT / PAGE).read_text(encoding="utf-8"), "stale: run make readme"
 
 
@@ -42,8 +42,22 @@ def test_the_page_is_not_stale():
     ],
 )
 def test_targets(changes, verdict):
-    (line,) = (line for line in page([row(**changes)]).splitlines() if "compiled dense" in line)
+    (line,) = (line for line in page([row(**changes)], []).splitlines() if "compiled dense" in line)
     assert line.split(" | ")[8] == verdict
+
+
+@pytest.mark.parametrize(
+    ("device", "ratio", "verdict"),
+    [("NVIDIA H200", 0.75, "0.75: reached"), ("NVIDIA H200", 0.751, "0.75: **missed**"), ("CPU x86_64", 0.7, "")],
+)
+def test_a_training_step_that_skips(device, ratio, verdict):
+    step = {
+        "shape": "d1024 L24 V50304, 8x1024", "device": device, "dtype": "bfloat16", "commit": "abc",
+        "dense_ms": [40.0, 39.0, 41.0], "budget_ms": [30.0, 29.0, 31.0], "budget_ratio": [ratio, 0.7, 0.8],
+    }  # fmt: skip
+    text = page([], [step, {"benchmark": "whole run"}])
+    (line,) = (line for line in text.splitlines() if "8x1024" in line)
+    assert line.split(" | ")[2:6] == ["40.00", "30.00", f"{ratio:.3f} (0.700 to 0.800)", verdict]
 
 
 def test_no_target_is_for_a_shape_that_is_not_there():

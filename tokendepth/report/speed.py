@@ -9,7 +9,7 @@ from pathlib import Path
 from tokendepth.files import write_bytes
 from tokendepth.results import Row, read_rows
 
-RESULTS, PAGE = Path("results/forward.json"), Path("docs/SPEED.md")
+RESULTS, TRAINING, PAGE = Path("results/forward.json"), Path("results/training.json"), Path("docs/SPEED.md")
 
 INTRODUCTION = """# Skipping, on the clock
 
@@ -71,14 +71,38 @@ SHAPES = {
 }
 
 
-def page(rows: list[Row]) -> str:
+TRAINING_TARGETS = {"d1024 L24 V50304, 8x1024": 0.75}
+"""By shape, what a step that skips may take of the dense one on a GPU."""
+
+
+def page(rows: list[Row], training: list[Row]) -> str:
     parts = [INTRODUCTION]
     if trained := [row for row in rows if row["positions"] == "trained"]:
         parts.append(f"## Trained models that decide for themselves\n\n{headline(trained)}")
     at_random = [row for row in rows if row["positions"] == "random"]
     for (device, shape), found in groupby(sorted(at_random, key=_place), key=lambda row: (row["device"], row["shape"])):
         parts.append(f"## {device}: {SHAPES[shape]}\n\n{_table(list(found))}")
+    if steps := [row for row in training if "budget_ratio" in row]:
+        parts.append(f"## An optimiser step that skips\n\n{_STEPS}\n{_steps(steps)}")
     return "\n".join(parts)
+
+
+_STEPS = """With budget 0.4, trained for that one budget in one pass: queries, output projection and
+feed-forward for active tokens alone, a fixed number of them. Interleaved with the dense step in one process (median and
+quartiles), by `tokendepth bench training`.
+"""
+
+
+def _steps(rows: list[Row]) -> str:
+    lines = [["device", "shape", "dense, ms", "skipping, ms", "skipping / dense", "wanted", "commit"]]
+    lines.append(["---", "---", "--:", "--:", "--:", "---", "---"])
+    for row in rows:
+        ratio, wanted = row["budget_ratio"], TRAINING_TARGETS.get(row["shape"]) if _on_gpu(row) else None
+        verdict = "" if wanted is None else f"{wanted:g}: {'reached' if ratio[0] <= wanted else '**missed**'}"
+        times = [f"{row[name][0]:.2f}" for name in ("dense_ms", "budget_ms")]
+        spread = "{:.3f} ({:.3f} to {:.3f})".format(*ratio)
+        lines.append([f"{row['device']}, {row['dtype']}", row["shape"], *times, spread, verdict, row["commit"]])
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def _place(row: Row) -> tuple:
@@ -143,4 +167,4 @@ def _order(key: tuple, cells: dict, order: dict[str, int]) -> tuple:
 
 
 if __name__ == "__main__":
-    write_bytes(PAGE, page(read_rows(RESULTS)).encode())
+    write_bytes(PAGE, page(read_rows(RESULTS), read_rows(TRAINING)).encode())
