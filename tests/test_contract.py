@@ -354,6 +354,19 @@ def test_sparse_equals_hard_on_given_decisions(case, active, padding):
 
 
 @each_case
+@each_active
+@torch.no_grad()
+def test_decisions_that_are_told_are_those_that_are_given(case, active):
+    model, ids = lively(case), tokens(2, 13, seed=9)
+    decisions = given_decisions(model, ids, active)
+    how = {} if decisions is None else model.told(decisions)
+    for execution in ("hard", "sparse"):
+        given, told = (model(ids, execution=execution, **one) for one in ({"decisions": decisions}, how))
+        assert torch.equal(told.trace.work, given.trace.work)
+        assert torch.equal(told.logits, given.logits)
+
+
+@each_case
 @torch.no_grad()
 def test_given_decisions_leave_no_router_out(case):
     """A compiler drops what nobody uses; what is timed with decisions given would then not be what is served."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.cache import KVCache
-from tokendepth.config import DenseConfig, MethodConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth.config import BudgetConfig, DenseConfig, MethodConfig, MoDConfig, ModelConfig, RunConfig, TSAConfig
 from tokendepth.errors import UserError
 from tokendepth.methods import build
 from tokendepth.model import Attention, FeedForward, LanguageModel, Pass, _causal_mask
@@ -239,3 +239,20 @@ def test_the_dense_block_by_hand():
     expected = after + gelu @ down.weight.T + down.bias
     # Sums of at most 64 terms of order 1 in float32: 64 x 6e-8.
     assert torch.allclose(block(h, Pass())[0], expected, rtol=1e-5, atol=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "heads", "dtype", "captured"),
+    [
+        (TSAConfig(), 4, torch.bfloat16, True),
+        (BudgetConfig(), 4, torch.bfloat16, True),
+        (TSAConfig(), 4, torch.float32, False),
+        (TSAConfig(), 8, torch.bfloat16, False),
+        (TSAConfig(skip="ffn"), 4, torch.bfloat16, False),
+        (MoDConfig(), 4, torch.bfloat16, False),
+        (DenseConfig(), 8, torch.float32, True),
+    ],
+)
+def test_a_pass_is_one_graph_only_where_nobody_asks_the_host(method, heads, dtype, captured):
+    model = ModelConfig(d_model=64, n_layer=2, n_head=heads, d_ff=64, context=8, vocab_size=7)
+    assert build(RunConfig(model=model, method=method)).to(dtype).can_be_captured is captured

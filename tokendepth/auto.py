@@ -17,8 +17,7 @@ from tokendepth.data.store import cache_folder
 from tokendepth.errors import UserError
 from tokendepth.files import read_json, write_json
 from tokendepth.machine import describe_device
-from tokendepth.model import LanguageModel, forced
-from tokendepth.ops.backend import LOW_PRECISION
+from tokendepth.model import LanguageModel
 from tokendepth.trace import Execution
 
 FRACTIONS = (0.1, 0.4, 0.7, 1.0)
@@ -97,11 +96,11 @@ def _measured(model: LanguageModel, batch: int, time_steps: int) -> dict[str, An
     ids = torch.randint(model.config.vocab_size, (batch, time_steps), generator=dice).to(device)
     sites = sum(site.routed for site in model.method.sites(keys=1))
     draws = torch.rand(sites, batch, time_steps, generator=dice)
-    decided = [forced(draws < fraction).to(device) for fraction in FRACTIONS]
-    conditions = {0.0: lambda: model(ids, execution="hard", thresholds=decided[0])}
-    for fraction, thresholds in zip(FRACTIONS, decided, strict=True):
-        conditions[fraction] = lambda given=thresholds: model(ids, execution="sparse", thresholds=given)
-    graphs = model.norm.weight.dtype in LOW_PRECISION  # in full precision skipping asks the host, which no graph can
+    told = [model.told((draws < fraction).to(device)) for fraction in FRACTIONS]
+    conditions = {0.0: lambda: model(ids, execution="hard", **told[0])}
+    for fraction, decided in zip(FRACTIONS, told, strict=True):
+        conditions[fraction] = lambda decided=decided: model(ids, execution="sparse", **decided)
+    graphs = model.can_be_captured
     if graphs:
         conditions = {name: captured(condition, device) for name, condition in conditions.items()}
     hard, *sparse = map(statistics.median, interleaved(conditions, REPEATS, device, graphs=graphs).values())

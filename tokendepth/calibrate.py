@@ -15,13 +15,12 @@ from tokendepth.methods.budget import Budget
 from tokendepth.model import LanguageModel, Pass
 from tokendepth.runs import Run
 
-FIRST_TOKENS = 2**15
-MOST_TOKENS = 2**19
+FIRST_TOKENS, FEWEST_WINDOWS, MOST_TOKENS = 2**15, 32, 2**19
 WANTED_ERROR = 0.003
-"""Of the share of active tokens, one standard error: so many windows are looked at as that takes.
+"""Of the share of active tokens, one standard error: so many windows are looked at as that takes, up to the most.
 
 How many depends on the text. Windows of plays are much alike; those of an encyclopaedia, with its tables and foreign
-words, are not: 128 of 256 characters put the share at 0.39 or 0.41 where 0.40 is asked for.
+words, are not: 128 of 256 characters put the share anywhere from 0.39 to 0.43 where 0.40 is asked for.
 """
 AT_ONCE = 2**14
 """Tokens: what a block makes of more would not fit everywhere."""
@@ -37,14 +36,15 @@ def calibrate(model: LanguageModel, dataset: Dataset, budget: float | None = Non
     method, context = model.method, model.config.context
     if not isinstance(method, Budget):
         return
-    budget, windows = budget or method.budget, max(2, FIRST_TOKENS // context)
+    budget, windows = budget or method.budget, max(FEWEST_WINDOWS, FIRST_TOKENS // context)
     was_training = model.training
     model.eval()
     try:
         shares = calibrate_on(model, _windows(dataset, windows, context), budget)
         wanted = math.ceil(float(shares.var()) / WANTED_ERROR**2)
         if wanted > windows and not roughly:
-            calibrate_on(model, _windows(dataset, min(wanted, MOST_TOKENS // context), context), budget)
+            most = max(FEWEST_WINDOWS, MOST_TOKENS // context)
+            calibrate_on(model, _windows(dataset, min(wanted, most), context), budget)
     finally:
         model.train(was_training)
 

@@ -18,7 +18,8 @@ from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig
 from tokendepth.errors import UserError
 from tokendepth.ops import chosen_rows
-from tokendepth.ops.active_block import BlockWeights, active_block
+from tokendepth.ops.active_block import BlockWeights, active_block, fits_tiles
+from tokendepth.ops.backend import LOW_PRECISION
 from tokendepth.ops.chosen_block import chosen_block, everybodys_block, saves_kernels
 from tokendepth.ops.chosen_rows import ChosenRows
 from tokendepth.ops.compact import compact, put, take
@@ -32,10 +33,7 @@ if TYPE_CHECKING:
 
 
 def forced(decisions: Tensor) -> Tensor:
-    """Decisions as thresholds beyond any finite score.
-
-    So that a router is asked even where its answer is known: compiled, it would be left out.
-    """
+    """Decisions as thresholds beyond any finite score: a router whose answer nobody needed would be compiled away."""
     return torch.where(decisions, -math.inf, math.inf)
 
 
@@ -140,7 +138,7 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None).transpose(1, 2).flatten(2)
 
-    def chosen_rows(self, x: Tensor, run: Pass, rows: ChosenRows) -> Tensor:
+    def for_rows(self, x: Tensor, run: Pass, rows: ChosenRows) -> Tensor:
         """While training: `[n, d]`, the rows of the chosen tokens, of `x` `[batch, time, d]`.
 
         The others have no queries, but what would be gathered for them is: ragged rows have no library call with a
@@ -229,7 +227,7 @@ class Block(nn.Module):
 
     def forward_rows(self, h: Tensor, run: Pass, rows: ChosenRows, gate: Tensor) -> Tensor:
         """While training: as `forward` with a gate that is 0 but for `rows`, where it is `gate` `[n]`."""
-        updates = self.dropout(self.attention.chosen_rows(self.norm_attention(h), run, rows))
+        updates = self.dropout(self.attention.for_rows(self.norm_attention(h), run, rows))
         states = gated_add(chosen_rows.take(h.flatten(0, 1), rows), updates, gate)
         states = gated_add(states, self.dropout(self.ffn(self.norm_ffn(states))), gate)
         chosen = rows.chosen.view(*h.shape[:2], 1)
@@ -358,6 +356,7 @@ class LanguageModel(nn.Module):
         thresholds: Tensor | None = None,
     ) -> Output:
         """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the others as of `Pass`."""
+        assert thresholds is None or self.method.decides_by_threshold
         run = Pass(execution, cache, valid, decisions, targets, self.readout, given_thresholds=thresholds)
         if (needed := run.longest(ids.shape[1])) > self.config.context:
             raise UserError(f"{needed} tokens do not fit this model's context of {self.config.context}; give fewer")
@@ -366,6 +365,19 @@ class LanguageModel(nn.Module):
             cache.advance(ids.shape[1], valid)
         logits = self.readout(spent.hidden) if spent.logits is None else spent.logits
         return Output(logits, replace(spent.trace, outside=self.head_flops, valid=valid), spent.losses)
+
+    def told(self, decisions: Tensor) -> dict[str, Tensor]:
+        """Arguments of a pass that decides so; where they can be, made before it into what a trained model has."""
+        return {"thresholds": forced(decisions)} if self.method.decides_by_threshold else {"decisions": decisions}
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a sparse pass on a GPU asks nothing of the host, so that it can be one graph."""
+        if not any(site.routed for site in self.method.sites(keys=1)):
+            return True
+        blocks = (module for module in self.method.modules() if isinstance(module, Block))
+        fits = all(fits_tiles(block.active_weights(), block.attention.n_head) for block in blocks)
+        return fits and self.method.skips_on_device and self.norm.weight.dtype in LOW_PRECISION
 
     @property
     def head_flops(self) -> int:

@@ -68,8 +68,35 @@ def test_at_the_same_flops_is_the_line_between_dense_models(tmp_path):
     assert found is not None
     assert found.words.startswith("-1.00% at 0.400 active")
     assert found.met
-    beyond = made_up(1.0, 20.0, 0, budget=0.7)
-    assert _at_same_flops(0.7)(runs(tmp_path, beyond)) is None, "no dense model costs as much"
+    beyond = _at_same_flops(0.7)(runs(tmp_path, made_up(1.0, 20.0, 0, budget=0.7)))
+    assert beyond is not None
+    assert (beyond.words, beyond.met) == ("no dense models beside it", False)
+
+
+def test_a_good_loss_at_too_much_work_is_missed(tmp_path):
+    lazy, dear = made_up(0.9, 11.9, 0, budget=0.82, active=0.99), made_up(0.9, 48.0, 0, layers=12, budget=0.34)
+    found = runs(tmp_path, *DENSE, lazy, dear)
+    for judge, met in (
+        (_against_dense(0.82, skipped=0.139), False),
+        (_against_dense(0.82), True),
+        (_against_dense(0.34, layers=12, at_most=-0.015), False),
+    ):
+        reached = judge(found)
+        assert reached is not None
+        assert reached.met is met
+
+
+def test_a_curve_of_a_model_without_a_dial_is_not_taken_for_models_of_other_budgets(tmp_path):
+    """Nor are two runs of one seed taken for one."""
+    mine, other = made_up(1.0, 9.0, 0, budget=0.82, active=0.8), made_up(1.0, 9.0, 0, budget=0.4, active=0.4)
+    point = {"budget": 0.4, "sparse": {"loss": 9.0, "active_fraction": 0.4}, "flops_per_token": 5.0, "tlops_skipped": 0}
+    mine["evaluation"]["curve"] = [point]
+    found = runs(tmp_path, *DENSE, mine, other)
+    assert found.budget(0.4)[0].number("hard", "loss") == 1.0
+    assert found.budget(0.82)[0].number("hard", "loss") == 1.0
+    twice = Runs([*found.found, *found.found])
+    with pytest.raises(AssertionError, match="two runs of one seed"):
+        twice.dense()
 
 
 def test_random_routing_is_no_budget_model(tmp_path):
@@ -99,8 +126,9 @@ def test_accuracy_and_work_both_count(tmp_path):
 
 def test_what_was_not_run_says_so(tmp_path):
     text = page(tmp_path)
-    assert "| 0.4 against dense 6 layers | at most +0.5% | not run | 0 |  |" in text
-    assert "reached" not in text.split("|---|")[1]
+    assert "| 0.4 against dense 6 layers | at most +0.5% | not run (on the whole split) | 0 |  |" in text
+    assert "| reached |" not in text.replace("| wanted | reached |", "")
+    assert "missed**" not in text
 
 
 def test_a_corpus_has_one_figure_where_costs_differ(tmp_path):

@@ -29,7 +29,7 @@ from tokendepth.errors import UserError
 from tokendepth.evaluate import batches, load_model
 from tokendepth.machine import choose_device, environment
 from tokendepth.methods import build
-from tokendepth.model import Block, LanguageModel, Output, Pass, forced
+from tokendepth.model import Block, LanguageModel, Output, Pass
 from tokendepth.results import Row, add_rows
 from tokendepth.runs import Run
 from tokendepth.trace import DepthTotals
@@ -127,6 +127,11 @@ def measure_run(
         raise UserError(f"{path} is not evaluated; run: tokendepth evaluate {path} --curve")
     trained, dataset = load_model(run, device), data.load(run.config.data)
     run.check_corpus(dataset.fingerprint)
+    if device.type == "cuda" and not _as_served(copy.deepcopy(trained)).can_be_captured:
+        raise UserError(
+            f"{path} cannot be timed on a GPU, where a pass is one graph: expected method dense, tsa or budget, "
+            "d_model and d_ff multiples of 64 and heads of 16 numbers or more; take --device cpu"
+        )
     split: Split = "val"
     text, _ = next(batches(dataset, split, run.config.model.context, device))
     evaluated = _evaluated(run)
@@ -211,10 +216,10 @@ def _compared(
     baselines = list(conditions)
     totals, choices, first = {}, {}, next(iter(cases))
     for fraction, decisions in cases.items():
-        given = {} if decisions is None else {"thresholds": forced(decisions)}
+        told = {} if decisions is None else model.told(decisions)
 
-        def run(execution: Any, given: dict[str, Tensor] = given) -> Output:
-            return fast(ids, execution=execution, **given)
+        def run(execution: Any, told: dict[str, Tensor] = told) -> Output:
+            return fast(ids, execution=execution, **told)
 
         _check_equal(run("sparse"), model(ids, execution="hard", decisions=decisions))
         totals["sparse", fraction] = run("sparse").trace.totals()

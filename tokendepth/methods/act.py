@@ -43,6 +43,7 @@ class HaltingUnit(nn.Module):
 
 class ACT(Method):
     has_soft = False
+    decides_by_threshold = False
 
     def __init__(self, model: ModelConfig, config: ACTConfig) -> None:
         super().__init__(model, config)

@@ -20,6 +20,11 @@ class Method(nn.Module):
     has_soft = True
     """Whether soft execution weighs what hard execution skips; else soft is hard, and has no figures of its own."""
 
+    decides_by_threshold = True
+    """Whether every decision is a score above a threshold, so that thresholds can be given to a pass."""
+    skips_on_device = False
+    """Whether sparse execution asks nothing of the host where kernels serve."""
+
     def __init__(self, model: ModelConfig, config: MethodConfig) -> None:
         super().__init__()
         self.model, self.config = model, config

@@ -24,7 +24,7 @@ from tokendepth.methods.base import Method
 from tokendepth.methods.tsa import Router
 from tokendepth.model import Block, Pass, Spent, block_site
 from tokendepth.ops.choose import choose
-from tokendepth.ops.chosen_rows import chosen_rows, take
+from tokendepth.ops.chosen_rows import ChosenRows, take
 from tokendepth.ops.enter_block import Entered
 from tokendepth.trace import DepthTrace, Site
 
@@ -66,6 +66,7 @@ class BudgetBlock(Block):
 
 class Budget(Method):
     has_soft = False
+    skips_on_device = True
 
     def __init__(self, model: ModelConfig, config: BudgetConfig) -> None:
         super().__init__(model, config)
@@ -102,20 +103,22 @@ class Budget(Method):
 
     @torch.no_grad()
     def calibrate(self, parts: list[Tensor], share: float) -> Tensor:
-        """Set the thresholds so that `share` of the tokens of `parts`, each `[batch, time, d]`, is active.
+        """Set the thresholds so that `share` of the tokens of `parts`, each `[batch, time, d]` and used up, is active.
 
         Block by block, since who is active in one decides what the next one sees. Returns how much of every sequence
         was active, over the routed blocks.
         """
-        run, entering, active = Pass("hard"), parts, []
-        parts = [self.blocks[0](part, run) for part in parts]
+        run, active = Pass("hard"), []
+        entering = list(parts) if not self.routers() else parts  # what dice are thrown with
+        for n, part in enumerate(parts):  # one in the place of the other: together they may fill a machine
+            parts[n] = self.blocks[0](part, run)
         for number, block in enumerate(self._routed()):
             halts = [block.halt(p, partial(_dice, e, number)) for p, e in zip(parts, entering, strict=True)]
             block.threshold.copy_(_between(-torch.cat(halts), 1 - share))
-            gates = [choose(halt, block.threshold).active for halt in halts]
-            active.append(torch.cat(gates).float().mean(1))
-            gated = zip(parts, halts, gates, strict=True)
-            parts = [block(part, run, gate=block.weight(halt) * gate) for part, halt, gate in gated]
+            chosen = [choose(halt, block.threshold).active for halt in halts]
+            active.append(torch.cat(chosen).float().mean(1))
+            for n, part in enumerate(parts):
+                parts[n] = block(part, run, gate=block.weight(halts[n]) * chosen[n])
         return torch.stack(active).mean(0) if active else torch.ones(sum(map(len, parts)))
 
     # -- training
@@ -132,7 +135,7 @@ class Budget(Method):
             own, weight = -halt[:batch].detach(), block.weight(halt)
             if budgets is None:
                 full = torch.arange(own.numel(), halt.numel(), device=own.device)
-                rows = chosen_rows(torch.cat([self._at_budget(own), full]), halt.numel())
+                rows = ChosenRows.at(torch.cat([self._at_budget(own), full]), halt.numel())
                 active = rows.chosen[: own.numel()].view_as(own).float()
                 hidden = block.forward_rows(hidden, run, rows, take(weight.flatten(), rows))
             else:

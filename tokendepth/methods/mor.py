@@ -37,6 +37,7 @@ from tokendepth.trace import DepthTrace, Site
 
 class MoR(Method):
     has_soft = False
+    decides_by_threshold = False
 
     def __init__(self, model: ModelConfig, config: MoRConfig) -> None:
         super().__init__(model, config)

@@ -84,6 +84,7 @@ class SwitchBlock(Block):
 
 class Switch(Method):
     has_soft = False
+    decides_by_threshold = False
 
     def __init__(self, model: ModelConfig, config: SwitchConfig) -> None:
         super().__init__(model, config)

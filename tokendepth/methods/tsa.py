@@ -54,6 +54,7 @@ class TSA(Method):
     def __init__(self, model: ModelConfig, config: TSAConfig) -> None:
         super().__init__(model, config)
         self.depth_penalty, self.skip = config.depth_penalty, config.skip
+        self.skips_on_device = config.skip == "block"
         # On, a token that does not halt keeps 1 - p of its update under hard execution, as it was trained, instead of
         # all of it, as the paper has it: a control of what rounding the gates up does.
         self.keeps_weights = False

@@ -22,7 +22,7 @@ MARGIN = 0.01
 """But no lower than this above the worst one: the line to beat is seen whole."""
 LETTER = 0.0125
 """How much of the frame's width a letter takes."""
-TICKS = [n * 10**power for power in range(3, 10) for n in (1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8)]
+TICKS = [n * 10**power for power in range(3, 14) for n in (1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8)]
 
 
 def tradeoff(
@@ -53,7 +53,7 @@ def tradeoff(
                 handles.setdefault(one.label, handle)
                 short = one.label.split(",")[0].removeprefix("early ")
                 outside += [(x, f"{short} {y:.2f}", one.colour) for x, y in above]
-        axes.set_ylim(top=top)
+        axes.set_ylim(axes.get_ylim()[0] - 0.03 * (top - axes.get_ylim()[0]), top)  # room for what is written below
         axes.set_xscale("log")
         axes.set_xlim(left=0.9 * axes.get_xlim()[0])  # room for what is written beside the first place
         _name(axes, outside, top)

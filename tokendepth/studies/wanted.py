@@ -15,14 +15,19 @@ from tokendepth.report.summary import Stat
 from tokendepth.studies.outcomes import OUTSIDE, interpolate
 
 PAGE = Path("docs/BUDGET.md")
-NOT_RUN = "not run"
+NOT_RUN = "not run (on the whole split)"
+SAME_COST = 0.03
+"""How much more than dense 6 layers counts as their FLOPs."""
 
 INTRODUCTION = """# Budget routing: what was wanted, what was reached
 
 `--method.budget 0.4` names the share of tokens that each routed block works on. Below: executed (hard equals sparse) on
 the whole validation split, thresholds calibrated on training text, seed by seed against dense models of the same
-recipe; differences are means with their standard errors. `same FLOPs` is the straight line between dense models with
-fewer layers. A target that was missed stays in the table; the [log](LOG.md) has what was tried, with numbers. Made by
+shape and learning rate; differences are means with their standard errors. `same FLOPs` is the straight line between
+dense models with fewer layers. A target that was missed stays in the table; the [log](LOG.md) has what was tried, with
+numbers. On Tiny-Shakespeare budget models are trained by two passes a step, twice the work of a dense step, and what
+they gain over dense models is that training's: models with fewer layers that skip nothing and are trained so are better
+still at the same FLOPs ([COMPARISON.md](COMPARISON.md)). On enwik8 they are trained by one pass. Made by
 `make readme` from [shakespeare.json](../results/shakespeare.json), [enwik8.json](../results/enwik8.json),
 [enwik8_faster.json](../results/enwik8_faster.json) and [synthetic.json](../results/synthetic.json).
 """
@@ -47,7 +52,9 @@ class Runs:
 
     @classmethod
     def read(cls, path: Path) -> "Runs":
-        return cls(at_budgets(records(path)) if path.exists() else [])
+        rows = records(path) if path.exists() else []
+        dials = [r for r in rows if isinstance(r.config.method, BudgetConfig) and r.config.method.dial]
+        return cls([*at_budgets(dials), *(r for r in rows if r not in dials)])
 
     def dense(self, layers: int = 6, task: str = "") -> dict[int, Record]:
         kind = f"{task}_dense" if task else "dense"
@@ -64,7 +71,10 @@ class Runs:
         return self._seeds(fits)
 
     def _seeds(self, fits: Callable[[Record], bool]) -> dict[int, Record]:
-        return {record.config.train.seed: record for record in self.found if fits(record)}
+        found = [record for record in self.found if fits(record)]
+        by_seed = {record.config.train.seed: record for record in found}
+        assert len(by_seed) == len(found), f"two runs of one seed: {[record.name for record in found]}"
+        return by_seed
 
     def dense_at(self, seed: int, flops: float) -> float | str:
         """The loss of dense models of that cost, by one seed."""
@@ -113,8 +123,13 @@ class Section:
     targets: tuple[Target, ...]
 
 
-def _against_dense(budget: float, *, layers: int = 6, routing: str = "learned", at_most: float | None = None) -> Judge:
-    """Against six dense layers, seed by seed; `at_most` None asks for no more than one standard error."""
+def _against_dense(
+    budget: float, *, layers: int = 6, routing: str = "learned", at_most: float | None = None, skipped: float = 0.0
+) -> Judge:
+    """Against six dense layers, seed by seed; `at_most` None asks for no more than one standard error.
+
+    `skipped` is how much of the work has to be; more layers must not cost more than the six.
+    """
 
     def judge(runs: Runs) -> Reached | None:
         mine, dense = runs.budget(budget, layers, routing=routing), runs.dense()
@@ -123,7 +138,10 @@ def _against_dense(budget: float, *, layers: int = 6, routing: str = "learned", 
             return None
         difference = Stat(tuple(_loss(mine[s]) / _loss(dense[s]) - 1 for s in seeds))
         limit = (_error(difference) or 0.0) if at_most is None else at_most
-        return _reached(difference, [mine[s] for s in seeds], difference.mean <= limit)
+        enough = all(_figure(mine[s], "tlops_skipped") >= skipped for s in seeds)
+        cost = max(_figure(mine[s], "flops_per_token") / _figure(dense[s], "flops_per_token") for s in seeds)
+        fair = layers == 6 or cost <= 1 + SAME_COST
+        return _reached(difference, [mine[s] for s in seeds], difference.mean <= limit and enough and fair)
 
     return judge
 
@@ -134,7 +152,7 @@ def _at_same_flops(budget: float, *, at_most: float = 0.0) -> Judge:
         beside = {s: runs.dense_at(s, _figure(r, "flops_per_token")) for s, r in mine.items()}
         seeds = sorted(s for s, loss in beside.items() if loss != OUTSIDE)
         if not seeds:
-            return None
+            return Reached("no dense models beside it", False, len(mine)) if mine else None
         difference = Stat(tuple(_loss(mine[s]) / float(beside[s]) - 1 for s in seeds))
         return _reached(difference, [mine[s] for s in seeds], difference.mean <= at_most)
 
@@ -159,10 +177,9 @@ def _held(budgets: tuple[float, ...], *, within: float) -> Judge:
     """The share that was named, on text that no threshold has seen."""
 
     def judge(runs: Runs) -> Reached | None:
-        misses = [
-            abs(_figure(r, "hard", "active_fraction") - b) for b in budgets for r in runs.budget(b).values() if b < 1
-        ]
-        seeds = min((len(runs.budget(b)) for b in budgets), default=0)
+        mine = {b: runs.budget(b) for b in budgets}
+        misses = [abs(_figure(r, "hard", "active_fraction") - b) for b, seeds in mine.items() for r in seeds.values()]
+        seeds = len(set().union(*mine.values()))
         return Reached(f"off by {max(misses):.4f} at the most", max(misses) <= within, seeds) if misses else None
 
     return judge
@@ -184,8 +201,12 @@ def _reached(difference: Stat, mine: list[Record], met: bool) -> Reached:
 
 ERROR, HELD = "at most one standard error", "off by 0.01 at the most"
 ENWIK8 = (
-    Target("0.82, at least 13.9% skipped, against dense 6 layers", ERROR, _against_dense(0.82)),
-    Target("0.4, half of the work skipped, against dense 6 layers", "at most +2.0%", _against_dense(0.4, at_most=0.02)),
+    Target("0.82, at least 13.9% skipped, against dense 6 layers", ERROR, _against_dense(0.82, skipped=0.139)),
+    Target(
+        "0.4, half of the work skipped, against dense 6 layers",
+        "at most +2.0%",
+        _against_dense(0.4, at_most=0.02, skipped=0.495),
+    ),
     Target(
         "12 layers at 0.34, the FLOPs of dense 6 layers, against those",
         "at least 1.5% better",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ChosenRows", "chosen_rows", "spread", "take"]
+__all__ = ["ChosenRows", "spread", "take"]
 
 
 class ChosenRows(NamedTuple):
@@ -19,15 +19,15 @@ class ChosenRows(NamedTuple):
     rank: Tensor
     """`[tokens]`: which of the rows each token is, n where it is none."""
 
+    @classmethod
+    def at(cls, places: Tensor, tokens: int) -> "ChosenRows":
+        order = torch.arange(len(places), device=places.device)
+        return cls(places, torch.full((tokens,), len(places), device=places.device).scatter(0, places, order))
+
     @property
     def chosen(self) -> Tensor:
         """`[tokens]` bool"""
         return self.rank < len(self.places)
-
-
-def chosen_rows(places: Tensor, tokens: int) -> ChosenRows:
-    order = torch.arange(len(places), device=places.device)
-    return ChosenRows(places, torch.full((tokens,), len(places), device=places.device).scatter(0, places, order))
 
 
 def take(x: Tensor, rows: ChosenRows) -> Tensor:
