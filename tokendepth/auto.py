@@ -18,6 +18,7 @@ from tokendepth.errors import UserError
 from tokendepth.files import read_json, write_json
 from tokendepth.machine import describe_device
 from tokendepth.model import LanguageModel
+from tokendepth.ops.backend import LOW_PRECISION
 from tokendepth.trace import Execution
 
 FRACTIONS = (0.1, 0.4, 0.7, 1.0)
@@ -35,10 +36,12 @@ def choose(
 ) -> Choice:
     """`sparse` where it is expected to be faster at this active fraction, else `hard`: the same result, densely.
 
+    With nothing to skip `sparse` can be faster too: on a GPU its kernels are others.
     Ask for the model in the form that will run: compiled, where it is to be. A profile that is not `remembered` is
     taken anew.
     """
-    if not any(site.routed for site in model.method.sites(keys=1)):
+    own_kernels = model.norm.weight.is_cuda and model.norm.weight.dtype in LOW_PRECISION
+    if not any(site.routed for site in model.method.sites(keys=1)) and not own_kernels:
         return Choice("hard", "nothing decides here, so there is nothing to skip")
     profile = _profile(model, batch, time_steps, remembered)
     hard, sparse = profile["hard_ms"], _interpolated(profile["sparse_ms"], active_fraction)

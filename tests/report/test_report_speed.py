@@ -15,7 +15,8 @@ def row(**changes) -> dict:
         "positions": "random", "run": None, "shape": "paper", "device": "NVIDIA H200", "batch": 64, "asked": 0.4,
         "active_fraction": 0.401, "execution": "sparse", "dense_ms": [1.0, 0.9, 1.1], "sparse_ms": [0.7, 0.6, 0.8],
         "best_dense": "compiled dense", "speedup": 1.43, "ceiling": 1.48, "efficiency": 0.9, "auto": "sparse",
-        "auto_over_hard": 1.5, "tlops_skipped": 0.5, "flops_skipped": 0.33, "dtype": "bfloat16", "torch": "2.11",
+        "auto_over_hard": 1.5, "auto_over_dense": 1.43,
+        "tlops_skipped": 0.5, "flops_skipped": 0.33, "dtype": "bfloat16", "torch": "2.11",
         "commit": "abc",
     }  # fmt: skip
     return {**whole, **changes}
@@ -58,6 +59,15 @@ def test_a_training_step_that_skips(device, ratio, verdict):
     text = page([], [step, {"benchmark": "whole run"}])
     (line,) = (line for line in text.splitlines() if "8x1024" in line)
     assert line.split(" | ")[2:6] == ["40.00", "30.00", f"{ratio:.3f} (0.700 to 0.800)", verdict]
+
+
+def test_auto_is_judged_by_its_worst_row():
+    rows = [row(), row(asked=0.5, active_fraction=0.5, auto_over_hard=0.979), row(asked=0.8, auto_over_dense=0.95)]
+    worst = [line for line in page(rows, []).splitlines() if line.startswith("| NVIDIA H200 |")]
+    assert worst == [
+        "| NVIDIA H200 | the same weights run densely | 0.979x | paper, batch 64, active 0.500 | 0.98x: **missed** |",
+        "| NVIDIA H200 | dense | 0.950x | paper, batch 64, active 0.401 | 0.95x: reached |",
+    ]
 
 
 def test_no_target_is_for_a_shape_that_is_not_there():

@@ -82,6 +82,8 @@ def page(rows: list[Row], training: list[Row]) -> str:
     at_random = [row for row in rows if row["positions"] == "random"]
     for (device, shape), found in groupby(sorted(at_random, key=_place), key=lambda row: (row["device"], row["shape"])):
         parts.append(f"## {device}: {SHAPES[shape]}\n\n{_table(list(found))}")
+    if chosen := [row for row in rows if row["execution"] == "sparse"]:
+        parts.append(f"## What `auto` chooses\n\nAt its worst, over all rows above:\n\n{_auto(chosen)}")
     if steps := [row for row in training if "budget_ratio" in row]:
         parts.append(f"## An optimiser step that skips\n\n{_STEPS}\n{_steps(steps)}")
     return "\n".join(parts)
@@ -91,6 +93,21 @@ _STEPS = """With budget 0.4, trained for that one budget in one pass: queries, o
 feed-forward for active tokens alone, a fixed number of them. Interleaved with the dense step in one process (median and
 quartiles), by `tokendepth bench training`.
 """
+
+
+AUTO_TARGETS = {"auto_over_hard": ("the same weights run densely", 0.98), "auto_over_dense": ("dense", 0.95)}
+
+
+def _auto(rows: list[Row]) -> str:
+    """Of each device the slowest choice, beside the same weights and beside a model without routers."""
+    lines = [["device", "speed over", "at the worst", "where", "wanted"], ["---", "---", "--:", "---", "---"]]
+    for device in dict.fromkeys(row["device"] for row in sorted(rows, key=_on_gpu, reverse=True)):
+        for figure, (words, wanted) in AUTO_TARGETS.items():
+            worst = min((row for row in rows if row["device"] == device), key=lambda row: row[figure])
+            where = f"{worst['shape']}, batch {worst['batch']}, active {worst['active_fraction']:.3f}"
+            verdict = f"{wanted:.2f}x: {'reached' if worst[figure] >= wanted else '**missed**'}"
+            lines.append([device, words, f"{worst[figure]:.3f}x", where, verdict])
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def _steps(rows: list[Row]) -> str:
