@@ -45,7 +45,8 @@ def tradeoff(
         axes = figure.subplots()
         losses = [loss for _, (_, loss, _) in dense] or [loss for one in series for _, loss, _ in one.points]
         top = max((1 + HEADROOM) * min(losses), (1 + MARGIN) * max(losses))
-        handles: dict[str, object] = {"dense, fewer layers": _dense(axes, dense)} if dense else {}
+        words = "dense, fewer layers" if len(dense) > 1 else "dense"
+        handles: dict[str, object] = {words: _dense(axes, dense)} if dense else {}
         outside: list[Outside] = []
         for one in sorted(series, key=lambda one: _shown(one, highlight)):  # what is highlighted lies above the others
             handle, above = _draw(axes, one, top, pale=not _shown(one, highlight))
@@ -53,7 +54,8 @@ def tradeoff(
                 handles.setdefault(one.label, handle)
                 short = one.label.split(",")[0].removeprefix("early ")
                 outside += [(x, f"{short} {y:.2f}", one.colour) for x, y in above]
-        axes.set_ylim(axes.get_ylim()[0] - 0.03 * (top - axes.get_ylim()[0]), top)  # room for what is written below
+        low, high = axes.get_ylim()
+        axes.set_ylim(low - 0.03 * (high - low), min(high, top))  # room for what is written below
         axes.set_xscale("log")
         axes.set_xlim(left=0.9 * axes.get_xlim()[0])  # room for what is written beside the first place
         _name(axes, outside, top)
