@@ -127,7 +127,8 @@ def measure_run(
         raise UserError(f"{path} is not evaluated; run: tokendepth evaluate {path} --curve")
     trained, dataset = load_model(run, device), data.load(run.config.data)
     run.check_corpus(dataset.fingerprint)
-    if device.type == "cuda" and not _as_served(copy.deepcopy(trained)).can_be_captured:
+    served = _as_served(copy.deepcopy(trained))
+    if device.type == "cuda" and not served.can_be_captured:
         raise UserError(
             f"{path} cannot be timed on a GPU, where a pass is one graph: expected method dense, tsa or budget, "
             "d_model and d_ff multiples of 64 and heads of 16 numbers or more; take --device cpu"
@@ -143,7 +144,7 @@ def measure_run(
         ids = text[:batch]
         cases = {budget: _decided(trained, ids, run, budget, dataset) for budget in evaluated}
         soft = trained.method.has_soft and cases.get(None) is not None and "soft" in evaluated[None]
-        for row in _compared(_as_served(copy.deepcopy(trained)), ids, cases, soft=soft):
+        for row in _compared(served, ids, cases, soft=soft):
             facts = {"benchmark": "forward", "shape": run.name, "positions": "trained", "run": run.name}
             facts |= {
                 "checkpoint": run.fingerprint,

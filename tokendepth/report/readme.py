@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from tokendepth.files import write_bytes
-from tokendepth.report.records import Record
 from tokendepth.report.results import at_budgets, records
 from tokendepth.report.speed import headline
 from tokendepth.report.summary import Stat, group
@@ -56,18 +55,12 @@ def _paper_table(path: Path) -> str:
                 lines.append(f"| {' | '.join([*cells, *['not run'] * 4])} |")
                 continue
             keys = [f"soft.{measure}", "tlops_saved_soft", f"hard.{measure}", "tlops_skipped"]
-            stats = [Stat(tuple(_number(record, key) for record in found.records)) for key in keys]
+            stats = [Stat(tuple(record.needed(*key.split(".")) for record in found.records)) for key in keys]
             cells += [stat.text(".4f" if n % 2 == 0 else ".1%") for n, stat in enumerate(stats)]
             lines.append(f"| {' | '.join(cells)} |")
             seeds.append(len(found.records))
     many = "no" if not seeds else f"{min(seeds)}" if min(seeds) == max(seeds) else f"{min(seeds)} to {max(seeds)}"
     return "\n".join(lines) + f"\n\nMean ± standard deviation over {many} seeds of this command.\n"
-
-
-def _number(record: Record, key: str) -> float:
-    number = record.number(*key.split("."))
-    assert number is not None, f"{record.name} has no {key}"
-    return number
 
 
 def _training_table(path: Path) -> str:

@@ -93,6 +93,12 @@ class Record:
     def number(self, *keys: str) -> float | None:
         return as_number(self.field(*keys))
 
+    def needed(self, *keys: str) -> float:
+        """As `number`, of a record that must have it."""
+        number = self.number(*keys)
+        assert number is not None, f"{self.name} has no {'.'.join(keys)}"
+        return number
+
     def numbers(self, *keys: str) -> list[float]:
         """A list of numbers, empty where any of it is missing."""
         values = self.field(*keys)

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tokendepth.files import write_bytes
+from tokendepth.report.tables import piped
 from tokendepth.results import Row, read_rows
 
 RESULTS, TRAINING, PAGE = Path("results/forward.json"), Path("results/training.json"), Path("docs/SPEED.md")
@@ -89,9 +90,9 @@ def page(rows: list[Row], training: list[Row]) -> str:
     return "\n".join(parts)
 
 
-_STEPS = """With budget 0.4, trained for that one budget in one pass: queries, output projection and
-feed-forward for active tokens alone, a fixed number of them. Interleaved with the dense step in one process (median and
-quartiles), by `tokendepth bench training`.
+_STEPS = """With budget 0.4, trained for that one budget in one pass: output projection and feed-forward, since commit
+5be72f6 queries too, for active tokens alone, a fixed number of them. Interleaved with the dense step in one
+process (median and quartiles), by `tokendepth bench training`.
 """
 
 
@@ -107,7 +108,7 @@ def _auto(rows: list[Row]) -> str:
             where = f"{worst['shape']}, batch {worst['batch']}, active {worst['active_fraction']:.3f}"
             verdict = f"{wanted:.2f}x: {'reached' if worst[figure] >= wanted else '**missed**'}"
             lines.append([device, words, f"{worst[figure]:.3f}x", where, verdict])
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return piped(lines)
 
 
 def _steps(rows: list[Row]) -> str:
@@ -119,7 +120,7 @@ def _steps(rows: list[Row]) -> str:
         times = [f"{row[name][0]:.2f}" for name in ("dense_ms", "budget_ms")]
         spread = "{:.3f} ({:.3f} to {:.3f})".format(*ratio)
         lines.append([f"{row['device']}, {row['dtype']}", row["shape"], *times, spread, verdict, row["commit"]])
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return piped(lines)
 
 
 def _place(row: Row) -> tuple:
@@ -139,7 +140,7 @@ def _table(rows: list[Row]) -> str:
     about = f"{rows[0]['dtype']}; torch {rows[0]['torch']}, commit {commits}"
     if count := len(rows[0].get("speedup_processes", ())):
         about += f"; {count} processes, of each batch size the one in the middle"
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines) + f"\n{about}.\n"
+    return piped(lines) + f"\n{about}.\n"
 
 
 def _line(row: Row) -> list[str]:
@@ -174,7 +175,7 @@ def headline(rows: list[Row]) -> str:
         speed = [" / ".join("—" if row is None else f"{row['speedup']:.2f}x" for row in line) for line in measured]
         label = "nothing to skip" if one["method"] == "dense" else how[execution]
         lines.append([run, label, f"{one['val_loss']:.4f}", *(f"{100 * share:.1f}%" for share in skipped), *speed])
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return piped(lines)
 
 
 def _order(key: tuple, cells: dict, order: dict[str, int]) -> tuple:

@@ -6,6 +6,7 @@ gate saves are a weighting; what was skipped was executed so, and stands in colu
 
 import itertools
 import json
+import math
 import re
 import statistics
 from collections.abc import Callable
@@ -39,6 +40,11 @@ class Stat:
     def std(self) -> float | None:
         """Of the sample (n - 1); one value has none."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def error(self) -> float | None:
+        """Of the mean: one standard error."""
+        return None if self.std is None else self.std / math.sqrt(len(self.values))
 
     def text(self, form: str) -> str:
         """Mean and spread: `1.4439 ± 0.0052`."""

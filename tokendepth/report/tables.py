@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+def piped(lines: list[list[str]]) -> str:
+    """Cells as a Markdown table: titles, how columns are aligned, rows."""
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
 def _plain(text: str) -> str:
     """`text` as Markdown that means just that: a run's name may hold what a table or HTML would act on."""
     return re.sub(r"([\\|`*$\[\]]|\b_|_\b)", r"\\\1", html.escape(text, quote=False))
@@ -29,7 +34,7 @@ def markdown_table(table: list[Row], *, brief: bool = False) -> str:
     for row in table:
         name = _plain(row.title) + (" †" if row.collapses else "")
         lines.append([name, row.method, *(_plain(row.cell(column)) for column in shown)])
-    text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    text = piped(lines)
     return text + "".join(f"\n{_plain(note)}\n" for note in notes(table))
 
 

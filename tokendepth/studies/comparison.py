@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokendepth.files import disk_faults, write_bytes
 from tokendepth.report.summary import DASH, Stat
+from tokendepth.report.tables import piped
 from tokendepth.studies.evidence import NOT_RUN, needs_report_extra, show
 from tokendepth.studies.outcomes import OUTSIDE, Outcomes
 from tokendepth.studies.settings import COMPARISONS, LAYERS, SAME_FLOPS, SAME_PARAMETERS, Setting
@@ -103,7 +104,7 @@ def table(titles: list[str], rows: list[list[str]], *, words: int = 1) -> str:
     """The first `words` columns are words, the others numbers."""
     rows = rows or [[NOT_RUN, *[""] * (len(titles) - 1)]]
     lines = [titles, ["---"] * words + ["--:"] * (len(titles) - words), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return piped(lines)
 
 
 def _cells(outcomes: Outcomes, setting: Setting) -> list[str]:

@@ -2,7 +2,6 @@
 stays in the table: python -m tokendepth.studies.wanted
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from tokendepth.files import write_bytes
 from tokendepth.report.records import Record
 from tokendepth.report.results import at_budgets, records
 from tokendepth.report.summary import Stat
+from tokendepth.report.tables import piped
 from tokendepth.studies.outcomes import OUTSIDE, interpolate
 
 PAGE = Path("docs/BUDGET.md")
@@ -80,21 +80,15 @@ class Runs:
         """The loss of dense models of that cost, by one seed."""
         layers = {r.config.model.n_layer for r in self.found if _kind(r) == "dense"}
         mine = [seeds[seed] for n in layers if seed in (seeds := self.dense(n))]
-        return interpolate(sorted((_figure(r, "flops_per_token"), _loss(r)) for r in mine), flops) if mine else OUTSIDE
+        return interpolate(sorted((r.needed("flops_per_token"), _loss(r)) for r in mine), flops) if mine else OUTSIDE
 
 
 def _kind(record: Record) -> str:
     return record.config.recipe.split(".", 1)[-1]
 
 
-def _figure(record: Record, *keys: str) -> float:
-    number = record.number(*keys)
-    assert number is not None, f"{record.name} has no {'.'.join(keys)}"
-    return number
-
-
 def _loss(record: Record) -> float:
-    return _figure(record, "hard", "loss")
+    return record.needed("hard", "loss")
 
 
 @dataclass(frozen=True)
@@ -137,9 +131,9 @@ def _against_dense(
         if not seeds:
             return None
         difference = Stat(tuple(_loss(mine[s]) / _loss(dense[s]) - 1 for s in seeds))
-        limit = (_error(difference) or 0.0) if at_most is None else at_most
-        enough = all(_figure(mine[s], "tlops_skipped") >= skipped for s in seeds)
-        cost = max(_figure(mine[s], "flops_per_token") / _figure(dense[s], "flops_per_token") for s in seeds)
+        limit = (difference.error or 0.0) if at_most is None else at_most
+        enough = all(mine[s].needed("tlops_skipped") >= skipped for s in seeds)
+        cost = max(mine[s].needed("flops_per_token") / dense[s].needed("flops_per_token") for s in seeds)
         fair = layers == 6 or cost <= 1 + SAME_COST
         return _reached(difference, [mine[s] for s in seeds], difference.mean <= limit and enough and fair)
 
@@ -149,7 +143,7 @@ def _against_dense(
 def _at_same_flops(budget: float, *, at_most: float = 0.0) -> Judge:
     def judge(runs: Runs) -> Reached | None:
         mine = runs.budget(budget)
-        beside = {s: runs.dense_at(s, _figure(r, "flops_per_token")) for s, r in mine.items()}
+        beside = {s: runs.dense_at(s, r.needed("flops_per_token")) for s, r in mine.items()}
         seeds = sorted(s for s, loss in beside.items() if loss != OUTSIDE)
         if not seeds:
             return Reached("no dense models beside it", False, len(mine)) if mine else None
@@ -165,8 +159,8 @@ def _accuracy(task: str, budget: float, *, within: float, skipped: float) -> Jud
         seeds = sorted(mine.keys() & dense.keys())
         if not seeds:
             return None
-        lost = Stat(tuple(_figure(dense[s], "hard", "accuracy") - _figure(mine[s], "hard", "accuracy") for s in seeds))
-        work = Stat(tuple(_figure(mine[s], "tlops_skipped") for s in seeds))
+        lost = Stat(tuple(dense[s].needed("hard", "accuracy") - mine[s].needed("hard", "accuracy") for s in seeds))
+        work = Stat(tuple(mine[s].needed("tlops_skipped") for s in seeds))
         words = f"{work.mean:.1%} skipped, {100 * lost.mean:.2f} point lost"
         return Reached(words, lost.mean <= within and work.mean >= skipped, len(seeds))
 
@@ -178,22 +172,17 @@ def _held(budgets: tuple[float, ...], *, within: float) -> Judge:
 
     def judge(runs: Runs) -> Reached | None:
         mine = {b: runs.budget(b) for b in budgets}
-        misses = [abs(_figure(r, "hard", "active_fraction") - b) for b, seeds in mine.items() for r in seeds.values()]
+        misses = [abs(r.needed("hard", "active_fraction") - b) for b, seeds in mine.items() for r in seeds.values()]
         seeds = len(set().union(*mine.values()))
         return Reached(f"off by {max(misses):.4f} at the most", max(misses) <= within, seeds) if misses else None
 
     return judge
 
 
-def _error(stat: Stat) -> float | None:
-    return None if stat.std is None else stat.std / math.sqrt(len(stat.values))
-
-
 def _reached(difference: Stat, mine: list[Record], met: bool) -> Reached:
-    error = _error(difference)
-    spread = "" if error is None else f" ± {error:.2%}"
+    spread = "" if difference.error is None else f" ± {difference.error:.2%}"
     active, skipped = (
-        Stat(tuple(_figure(r, *k) for r in mine)).mean for k in (("hard", "active_fraction"), ("tlops_skipped",))
+        Stat(tuple(r.needed(*k) for r in mine)).mean for k in (("hard", "active_fraction"), ("tlops_skipped",))
     )
     words = f"{difference.mean:+.2%}{spread} at {active:.3f} active, {skipped:.1%} of the work skipped"
     return Reached(words, met, len(mine))
@@ -250,7 +239,7 @@ def page(results: Path) -> str:
 
 
 def _table(section: Section, runs: Runs) -> str:
-    lines = ["| | wanted | reached | seeds | |", "|---|---|---|--:|---|"]
+    lines = [["", "wanted", "reached", "seeds", ""], ["---", "---", "---", "--:", "---"]]
     for target in section.targets:
         reached = target.judge(runs)
         cells = [target.words, target.wanted or "\u2014"]
@@ -259,8 +248,8 @@ def _table(section: Section, runs: Runs) -> str:
         else:
             verdict = "" if not target.wanted else "reached" if reached.met else "**missed**"
             cells += [reached.words, str(reached.seeds), verdict]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([f"## {section.title}\n", *lines]) + "\n"
+        lines.append(cells)
+    return f"## {section.title}\n\n{piped(lines)}"
 
 
 if __name__ == "__main__":
