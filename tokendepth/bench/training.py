@@ -1,5 +1,5 @@
-"""What adaptivity costs in training: the steps of TSA, of early exit and of budget routing that skips against the dense
-one, interleaved; and one whole run."""
+"""What adaptivity costs in training: the steps of TSA and of early exit against the dense one, interleaved. What
+skipping gains there: the step of budget routing at 0.4. And one whole run."""
 
 import itertools
 import statistics
@@ -31,17 +31,17 @@ from tokendepth.step import OptimiserStep, Ranks
 from tokendepth.train import train
 
 Shapes = dict[str, tuple[ModelConfig, int]]
+Methods = dict[str, MethodConfig]
 
 PAPER_SHAPES: Shapes = {
     "d256 L6 V65, 64x128": (ModelConfig(context=128, vocab_size=65), 64),
     "d256 L6 V6064, 64x256": (ModelConfig(context=256, vocab_size=6064, dropout=0.0), 64),
 }
-SHAPES: Shapes = {
-    **PAPER_SHAPES,
-    "d768 L12 V50304, 16x1024": (ModelConfig(768, 12, 12, 3072, 1024, 0.0, 50304), 16),
-    "d1024 L24 V50304, 8x1024": (ModelConfig(1024, 24, 16, 4096, 1024, 0.0, 50304), 8),
-}
-"""The paper's two, and GPT-2's small and medium. The last two are left out on a CPU, where they take minutes a step."""
+WIDE_SHAPES: Shapes = {"d768 L12 V50304, 16x1024": (ModelConfig(768, 12, 12, 3072, 1024, 0.0, 50304), 16)}
+"""GPT-2's small one, left out on a CPU, where it takes minutes a step."""
+DEEP_SHAPES: Shapes = {"d1024 L24 V50304, 8x1024": (ModelConfig(1024, 24, 16, 4096, 1024, 0.0, 50304), 8)}
+"""GPT-2's medium one, for skipping alone: its step takes minutes to compile."""
+SKIPPING: Methods = {"budget": BudgetConfig(budget=0.4, dial=False, distill=0)}
 
 
 def measure(device_name: str, results: Path) -> Iterator[Row]:
@@ -50,14 +50,26 @@ def measure(device_name: str, results: Path) -> Iterator[Row]:
     on_gpu = device.type == "cuda"
     if on_gpu:  # first, while nothing is compiled yet, as a user would find it
         yield _written(results, _whole_run(device))
-    yield from measure_steps(SHAPES if on_gpu else PAPER_SHAPES, device, results)
+    shapes = PAPER_SHAPES | (WIDE_SHAPES if on_gpu else {})
+    yield from measure_steps(shapes, device, results)
+    yield from measure_skipping(shapes | (DEEP_SHAPES if on_gpu else {}), device, results)
 
 
 def measure_steps(shapes: Shapes, device: torch.device, results: Path) -> Iterator[Row]:
-    """The same for the steps alone, at the given shapes."""
+    """What TSA and early exit cost: the steps alone, at the given shapes."""
     for shape, (model, batch) in shapes.items():
-        row = _training_step(model, batch, device, repeats=100 if device.type == "cuda" else 9)
+        methods: Methods = {"tsa": TSAConfig()}
+        if model.vocab_size < 10_000:  # beyond, the logits of every exit do not fit
+            methods["early_exit"] = EarlyExitConfig()
+        row = _step(model, batch, methods, device)
         yield _written(results, {"benchmark": "training step", "shape": shape, **row})
+
+
+def measure_skipping(shapes: Shapes, device: torch.device, results: Path) -> Iterator[Row]:
+    """What a step gains that works on 0.4 of the tokens."""
+    for shape, (model, batch) in shapes.items():
+        row = _step(model, batch, SKIPPING, device)
+        yield _written(results, {"benchmark": "skipping step", "shape": shape, **row})
 
 
 def _written(results: Path, row: Row) -> Row:
@@ -65,16 +77,13 @@ def _written(results: Path, row: Row) -> Row:
     return row
 
 
-def _training_step(model: ModelConfig, batch: int, device: torch.device, repeats: int) -> Row:
-    dice = np.random.default_rng(0)
+def _step(model: ModelConfig, batch: int, methods: Methods, device: torch.device) -> Row:
+    """The optimiser step of each method beside that of a dense model."""
+    on_gpu, dice = device.type == "cuda", np.random.default_rng(0)
     inputs = dice.integers(model.vocab_size, size=(batch, model.context))
-    skipping = BudgetConfig(budget=0.4, dial=False, distill=0)
-    methods: dict[str, MethodConfig] = {"dense": DenseConfig(), "tsa": TSAConfig(), "budget": skipping}
-    if model.vocab_size < 10_000:  # beyond, the logits of every exit do not fit
-        methods["early_exit"] = EarlyExitConfig()
     steps = {}
-    for name, method in methods.items():
-        train_config = TrainConfig(batch_size=batch, compile="on" if device.type == "cuda" else "off")
+    for name, method in {"dense": DenseConfig(), **methods}.items():
+        train_config = TrainConfig(batch_size=batch, compile="on" if on_gpu else "off")
         config = RunConfig(model=model, method=method, train=train_config)
         steps[name] = OptimiserStep(build(config).to(device).train(), config.train, device, Ranks())
     number = itertools.count()
@@ -82,16 +91,18 @@ def _training_step(model: ModelConfig, batch: int, device: torch.device, repeats
     def taken(step: OptimiserStep) -> Callable[[], object]:
         return lambda: step(inputs, np.roll(inputs, -1, axis=1), step=next(number), lr=1e-4)
 
+    repeats = 100 if on_gpu else 9
     times = interleaved({name: taken(step) for name, step in steps.items()}, repeats, device)
     ratios = {
-        name: quartiles([own / dense for dense, own in zip(times["dense"], times[name], strict=True)])
+        "ratio" if name == "tsa" else f"{name}_ratio": quartiles(
+            [own / dense for dense, own in zip(times["dense"], times[name], strict=True)]
+        )
         for name in methods
     }
     return {
-        "dtype": "bfloat16, compiled, CUDA graph" if device.type == "cuda" else "float32, eager",
+        "dtype": "bfloat16, compiled, CUDA graph" if on_gpu else "float32, eager",
         **{f"{name}_ms": quartiles(values) for name, values in times.items()},
-        "ratio": ratios["tsa"],
-        **{f"{name}_ratio": ratios[name] for name in ("budget", "early_exit") if name in ratios},
+        **ratios,
         "repeats": repeats,
         **environment(device),
     }

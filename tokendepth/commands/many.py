@@ -147,7 +147,7 @@ class Bench:
     """Measure this machine and add the rows to results/."""
 
     what: tyro.conf.Positional[Literal["forward", "training", "faults"]]
-    """forward: what skipping gives on the clock. training: the TSA training step against the dense one.
+    """forward: what skipping gives on the clock. training: steps of TSA and of skipping against dense ones.
     faults: what killed, full and damaged runs lose."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
