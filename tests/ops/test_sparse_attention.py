@@ -20,6 +20,7 @@ SIZES = [  # batch, time, keys already in the cache, heads, width
     (2, 13, 4, 3, 6),
     (5, 1, 15, 4, 8),
     (2, 17, 3, 1, 3),
+    (1, 11, 3, 2, 4),
 ]
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -29,10 +30,12 @@ each_dtype = pytest.mark.parametrize("dtype", ROUNDING, ids=["float64", "float32
 masked = pytest.mark.parametrize("with_mask", [False, True], ids=["all keys", "key_valid"])
 
 
-@pytest.fixture(autouse=True, params=["a call per sequence", "a call per half of one", "padded"])
+@pytest.fixture(autouse=True, params=["a call per sequence", "a call per half of one", "padded", "products if alone"])
 def _way(request, monkeypatch):
     """All ways that `eager` has, on whatever machine and at every size."""
     monkeypatch.setattr(eager_module, "_launches_cost", lambda q: request.param == "padded")
+    if request.param != "products if alone":
+        monkeypatch.setattr(eager_module, "FEW_SCORES", 0)
     if request.param == "a call per half of one":
         monkeypatch.setattr(eager_module, "MANY_ROWS", 0)
 

@@ -5,6 +5,7 @@ Active rows need the norm too. All three read the same states, so that one pass 
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tokendepth.ops.backend import fits_one_tile, serves
@@ -41,16 +42,26 @@ def enter_block(
 ) -> Entered:
     """h: `[..., d]`. norm, norm_bias: `[d]`. w_kv: `[2 d, d]`.
 
-    `auto` is the kernel for low precision on a GPU where no gradient is wanted, and `eager` otherwise.
+    `auto` is the kernel for low precision on a GPU where no gradient is wanted, `joined` where a compiler packs the
+    weights (`compiled.py`), and `eager` otherwise.
     """
     if backend == "auto":
-        backend = "kernel" if fits_one_tile(h.shape[-1]) and serves(h) else "eager"
+        if fits_one_tile(h.shape[-1]) and serves(h):
+            backend = "kernel"
+        else:
+            backend = "joined" if router is not None and _weights_are_constants(h) else "eager"
     if backend == "kernel":
         from tokendepth.ops.enter_block.kernel import kernel as run
+    elif backend == "joined":
+        from tokendepth.ops.enter_block.joined import joined as run
     elif backend == "eager":
         from tokendepth.ops.enter_block.eager import eager as run
     elif backend == "reference":
         from tokendepth.ops.enter_block.reference import reference as run
     else:
-        raise ValueError(f"unknown backend {backend!r}: not one of auto, reference, eager, kernel")
+        raise ValueError(f"unknown backend {backend!r}: not one of auto, reference, eager, joined, kernel")
     return Entered(*run(h, norm, norm_bias, w_kv, router))
+
+
+def _weights_are_constants(h: Tensor) -> bool:
+    return not h.is_cuda and torch.compiler.is_compiling() and not torch.is_grad_enabled()

@@ -2,29 +2,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokendepth.ops.compact import compact
+
+FEW_SCORES = 2**19
+"""A lone sequence with no more is attended to by plain products: as fast as the library, with less around it."""
 MANY_ROWS = 48
 """Of a sequence with as many, the rows that look at no key of the second half are worth a call of their own."""
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, active: Tensor, key_valid: Tensor | None = None) -> Tensor:
+def eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    active: Tensor,
+    key_valid: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
     """As `reference`, by the library: on a CPU a call or two per sequence, so that only active rows are executed.
 
     On a GPU so many launches take longer than all else: there it is one call, every sequence's rows padded to the
-    longest.
+    longest. A short sequence that is alone takes plain products. `rows` is what `compact` makes of `active`, where
+    that is known.
     """
+    rows = compact(active) if rows is None else rows
     keys = k.shape[2]
     second_half = max(0, keys // 2 - (keys - active.shape[1]))
     counts = torch.stack([active[:, :second_half].sum(1), active[:, second_half:].sum(1)], 1)
     key_position = torch.arange(keys, device=k.device)
-    position = active.nonzero()[:, 1:] + (keys - active.shape[1])
+    position = (rows % active.shape[1] + (keys - active.shape[1]))[:, None]
     seen = key_position <= position
     if key_valid is not None:
         rows_valid = key_valid.repeat_interleave(counts.sum(1), dim=0)
         seen &= rows_valid | (key_position == position)
     # What the library would make of `seen` too, but once a call.
     bias = torch.zeros((), dtype=q.dtype, device=q.device).where(seen, -torch.inf)
-    compiling = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    attend = torch.ops.tokendepth.ragged_attention if compiling else _attend
+    if len(k) == 1 and q.shape[1] * active.shape[1] * keys <= FEW_SCORES:
+        alone = torch.ops.tokendepth.lone_attention if _compiling() else _of_one_sequence
+        return alone(q, k, v, bias)
+    attend = torch.ops.tokendepth.ragged_attention if _compiling() else _attend
     return attend(q, k, v, bias, counts)
 
 
@@ -62,9 +77,21 @@ def _by_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) 
     return torch.cat(found)
 
 
-# To a compiler it is one op: its lengths are known only when it runs. Registered without the checks of
-# `custom_op`, which take longer than a short sequence's rows.
+def _of_one_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Product, softmax, product: nothing has to be cut into sequences."""
+    scores = torch.baddbmm(bias, q.transpose(0, 1), k[0].transpose(1, 2), alpha=q.shape[2] ** -0.5)
+    return torch.bmm(scores.softmax(-1), v[0]).transpose(0, 1).contiguous()
+
+
+def _compiling() -> bool:
+    return torch.compiler.is_compiling() and not torch.is_grad_enabled()
+
+
+# To a compiler each is one op: its lengths are known only when it runs. Registered without the checks of `custom_op`,
+# which take longer than a short sequence's rows.
 _library = torch.library.Library("tokendepth", "FRAGMENT")
 _library.define("ragged_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor counts) -> Tensor")
-_library.impl("ragged_attention", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("tokendepth::ragged_attention", lambda q, *_: q.new_empty(q.shape), lib=_library)
+_library.define("lone_attention(Tensor q, Tensor k, Tensor v, Tensor bias) -> Tensor")
+for _name, _function in {"ragged_attention": _attend, "lone_attention": _of_one_sequence}.items():
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tokendepth::{_name}", lambda q, *_: q.new_empty(q.shape), lib=_library)
