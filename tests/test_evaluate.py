@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from tests.tiny import TEXT, edit_json, hashes, one_line, tiny, write_corpus
-from tokendepth.config import HALTING_THRESHOLDS, PAPER_THRESHOLDS, DenseConfig, EarlyExitConfig, TSAConfig
+from tokendepth.config import (
+    HALTING_THRESHOLDS,
+    PAPER_THRESHOLDS,
+    BudgetConfig,
+    DenseConfig,
+    EarlyExitConfig,
+    TSAConfig,
+)
 from tokendepth.data import load
 from tokendepth.errors import UserError
 from tokendepth.evaluate import evaluate, has_curve, load_model, measure
@@ -457,6 +464,11 @@ def test_one_block_has_no_exits_and_no_curve(tmp_path, exit):
     assert not has_curve(run.config)
     with pytest.raises(UserError, match="no budget"):
         evaluate(run, timing=False, curve=True)
+
+
+@pytest.mark.parametrize("dial", [True, False])
+def test_only_a_model_with_a_dial_is_meant_for_several_budgets(tmp_path, dial):
+    assert has_curve(tiny(tmp_path, method=BudgetConfig(dial=dial))) is dial
 
 
 def test_learned_exits_are_executed_at_several_thresholds(tmp_path):

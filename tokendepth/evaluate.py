@@ -198,8 +198,8 @@ def evaluate(
 
 
 def has_curve(config: RunConfig) -> bool:
-    """Whether one trained model of this config can be executed at several costs."""
-    return isinstance(config.method, BudgetConfig) or bool(_thresholds(config))
+    """Whether one trained model of this config is meant to be executed at several costs."""
+    return (isinstance(config.method, BudgetConfig) and config.method.dial) or bool(_thresholds(config))
 
 
 def execute_at(model: LanguageModel, run: Run, at: float, dataset: Dataset) -> None:

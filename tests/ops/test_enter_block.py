@@ -62,6 +62,8 @@ def test_library_calls_equal_the_reference(name, backend, router):
     found, expected = (enter_block(*given, backend=backend) for backend in (backend, "reference"))
     assert max(errors(found, expected)) < 1e-12
     assert found.logit.shape == (given[0].shape[:-1] if normed is not None else (0,))
+    low = enter_block(*cast(operands(SIZES[name], normed), torch.bfloat16), backend=backend)
+    assert (low.both.dtype, low.logit.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_one_product_errs_at_most_twice_as_much_as_three():

@@ -239,6 +239,16 @@ def test_the_same_parameters_are_put_beside_six_layers():
     assert difference.values == pytest.approx((2.6 / 2.4 - 1, 2.61 / 2.41 - 1, 2.62 / 2.42 - 1))
 
 
+def test_a_model_of_one_budget_needs_no_curve():
+    found = made_up(loss=2.6, flops=3.5e6)
+    curved = found.executed(setting("budget 0.4"))
+    for row in found.rows[same(found.configs[setting("budget 0.4")], seed=False)].values():
+        row["evaluation"] |= {"curve": [], "budget": 0.4}
+    assert found.executed(setting("budget 0.4")) == curved
+    assert found.curve(setting("budget 0.4")) == []
+    assert found.executed(setting("budget 0.7")) == [], "it was not executed there"
+
+
 def test_a_row_without_its_curve_is_not_run():
     found = made_up(loss=2.6, flops=3.5e6)
     for row in found.rows[same(found.configs[setting("budget 0.4")], seed=False)].values():

@@ -37,7 +37,7 @@ from tokendepth.trace import DepthTotals
 FRACTIONS = (0.1, 0.25, 0.4, 0.5, 0.6, 0.726, 0.8, 1.0)
 BUDGETS = (0.7, 0.5, 0.4, 0.25)
 """At which a trained run with a dial is timed."""
-REPEATS = {1: 40, 8: 12}
+REPEATS = {1: 100, 8: 30}
 """On a CPU, by the largest batch that is repeated so often."""
 FEWEST_REPEATS = 5
 GPU_REPEATS = 20

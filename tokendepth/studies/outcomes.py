@@ -55,13 +55,14 @@ class Outcomes:
         return cls(comparison, configs, by_experiment([r for name in comparison.files for r in rows(name)]), costs)
 
     def _seeds(self, setting: Setting) -> dict[int, Row]:
-        """Those that all dense models have, as soon as they have any; of a point of a curve, those that have one."""
+        """Those that all dense models have, as soon as they have any; of a point of a curve, those that have it."""
         ran = self.rows.get(_experiment(self.configs[setting]), {})
         dense = [set(self.rows.get(_experiment(self.configs[one]), {})) for one in self.of("dense")]
         shared = set.intersection(*dense)
         found = {seed: row for seed, row in ran.items() if not shared or seed in shared}
-        on_a_curve = setting.budget is not None or setting.skips is not None
-        return {seed: row for seed, row in found.items() if row["evaluation"]["curve"]} if on_a_curve else found
+        if setting.skips is not None:  # the point is chosen from the curve
+            return {seed: row for seed, row in found.items() if row["evaluation"]["curve"]}
+        return {seed: row for seed, row in found.items() if _point(row, setting.budget)}
 
     def first_row(self, setting: Setting) -> Row | None:
         return self._seeds(setting).get(0)
@@ -113,7 +114,7 @@ class Outcomes:
         """FLOPs per token, mean loss and its standard deviation at every point of a model's curve, cheapest first."""
         curves = [row["evaluation"]["curve"] for row in self._seeds(setting).values()]
         places = []
-        for points in zip(*curves, strict=True):
+        for points in zip(*curves, strict=True) if all(curves) else ():
             cost, loss = (
                 Stat(tuple(p["flops_per_token"] for p in points)),
                 Stat(tuple(p["sparse"]["loss"] for p in points)),
@@ -180,10 +181,10 @@ def _experiment(config: RunConfig) -> str:
 
 
 def _point(row: Row, at: float | None) -> Row | None:
-    """The evaluation of a row, or what its curve has at one place."""
-    if at is None:
-        return row["evaluation"]
+    """The evaluation of a row, or what its curve has at one place; without a dial that is the evaluation, too."""
     points = row["evaluation"]["curve"]
+    if at is None or (not points and row["evaluation"].get("budget") == at):
+        return row["evaluation"]
     return next((point for point in points if at in (point.get("budget"), point.get("threshold"))), None)
 
 

@@ -14,6 +14,7 @@ def joined(h: Tensor, norm: Tensor, norm_bias: Tensor, w_kv: Tensor, router) -> 
     weights = torch.cat([w_kv * norm, router.w1])
     product = F.linear(plain, weights, torch.cat([w_kv @ norm_bias, torch.zeros_like(router.b1)]))
     both, hidden = product.split([len(w_kv), len(router.w1)], dim=-1)
+    hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     if not router.normed:
         hidden = hidden / reciprocal + mean * router.w1.sum(1)
     logit = (torch.relu(hidden + router.b1) * router.w2).sum(-1) + router.b2
