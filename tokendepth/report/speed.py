@@ -92,7 +92,8 @@ def page(rows: list[Row], training: list[Row]) -> str:
 
 _STEPS = """With budget 0.4, trained for that one budget in one pass: output projection and feed-forward, since commit
 5be72f6 queries too, for active tokens alone, a fixed number of them. Interleaved with the dense step in one
-process (median and quartiles), by `tokendepth bench training`.
+process (median and quartiles), by `tokendepth bench training`. Where the rest of the time goes is in the
+[log](LOG.md): attention is computed for all rows, and the optimiser knows nothing of skipping.
 """
 
 

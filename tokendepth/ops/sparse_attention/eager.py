@@ -2,8 +2,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokendepth.ops.compact import compact
-
 FEW_SCORES = 2**19
 """A lone sequence with no more is attended to by plain products: as fast as the library, with less around it."""
 MANY_ROWS = 48
@@ -24,12 +22,13 @@ def eager(
     longest. A short sequence that is alone takes plain products. `rows` is what `compact` makes of `active`, where
     that is known.
     """
-    rows = compact(active) if rows is None else rows
     keys = k.shape[2]
     second_half = max(0, keys // 2 - (keys - active.shape[1]))
     counts = torch.stack([active[:, :second_half].sum(1), active[:, second_half:].sum(1)], 1)
     key_position = torch.arange(keys, device=k.device)
-    position = (rows % active.shape[1] + (keys - active.shape[1]))[:, None]
+    # Not `rows % time`, which a compiler would put into every score, a division each.
+    place = active.nonzero()[:, 1:] if len(k) > 1 or rows is None else rows[:, None]
+    position = place + (keys - active.shape[1])
     seen = key_position <= position
     if key_valid is not None:
         rows_valid = key_valid.repeat_interleave(counts.sum(1), dim=0)
