@@ -16,7 +16,7 @@ from tests.report.fakes import TEXT, dense_evaluation, metrics, passage, tsa_eva
 from tokendepth.errors import UserError
 from tokendepth.report import build, markdown_table, rows
 from tokendepth.report.heatmap import COLUMNS, LINES
-from tokendepth.report.palette import ACTIVE, BETWEEN, HALTED, blend
+from tokendepth.report.palette import ACTIVE, BETWEEN, COLOURS, HALTED, blend, colour, lone_mark
 
 ROOT = Path(tokendepth.runs.__file__).parents[1]
 
@@ -295,3 +295,7 @@ def test_a_missing_extra_names_its_remedy_and_the_tables_need_none(make_run, tmp
     done = python(code, missing)
     assert markdown_table(rows([run])) in done.stdout
     assert f"said: the report needs {missing}, not installed; pip install 'tokendepth[report]'" in done.stdout
+
+
+def test_lone_marks_past_the_last_colour_can_be_told_apart():
+    assert len({(colour(i), lone_mark(i)) for i in range(3 * len(COLOURS))}) == 3 * len(COLOURS)

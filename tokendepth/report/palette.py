@@ -5,6 +5,7 @@ Their black and yellow are left out: one vanishes on a dark page, the other on a
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("solid", (0, (4, 1.5)), (0, (1, 1.2)))
+LONE_MARKS = ("s", "D", "^")
 
 INK = "#1c2733"
 PAPER = "#ffffff"
@@ -20,6 +21,11 @@ def colour(index: int) -> str:
 def dash(index: int) -> str | tuple[float, tuple[float, float]]:
     """Rows past the last colour begin again with another line."""
     return DASHES[index // len(COLOURS) % len(DASHES)]
+
+
+def lone_mark(index: int) -> str:
+    """The same for what has no line."""
+    return LONE_MARKS[index // len(COLOURS) % len(LONE_MARKS)]
 
 
 def _channels(hexadecimal: str) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 import statistics
 
 from tokendepth.report.figures import Drawing, shorten
-from tokendepth.report.palette import colour
+from tokendepth.report.palette import colour, lone_mark
 from tokendepth.report.paper import Points
 from tokendepth.report.summary import Row
 from tokendepth.report.tradeoff import Place, tradeoff
@@ -34,7 +34,8 @@ def _drawn(name: str, corpus: str, members: list[tuple[int, Row]]) -> Drawing | 
             dense.append((f"{row.records[0].config.model.n_layer} layers", places[0]))
         elif places:
             alone = len(places) == 1
-            series.append(Points(row.title, places, colour(i), "s" if alone else "o", "none" if alone else "solid"))
+            mark, line = (lone_mark(i), "none") if alone else ("o", "solid")
+            series.append(Points(row.title, places, colour(i), mark, line))
     return tradeoff(name, CAPTION.format(corpus=corpus), dense, series)
 
 
