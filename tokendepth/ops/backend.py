@@ -49,3 +49,8 @@ def _find_triton() -> bool:
 # What torch.compiler.assume_constant_result does, without its import of all of dynamo. Dynamo traces neither a cache
 # nor, in torch 2.11, find_spec.
 vars(has_triton)["_dynamo_marked_constant"] = True
+
+
+def compiles_inference() -> bool:
+    """Whether a compiler reads this and no gradient is wanted: only then may ops be opaque and weights be constants."""
+    return torch.compiler.is_compiling() and not torch.is_grad_enabled()

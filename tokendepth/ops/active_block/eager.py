@@ -14,7 +14,7 @@ def eager(h, x, k, v, active, weights, halt=None, key_valid=None, listed=None) -
     rows = compact(active)
     add = Tensor.add if halt is None else partial(gated_add, gate=torch.sigmoid(-take(halt, rows)))
     q = F.linear(take(x, rows), weights.query).unflatten(-1, (k.shape[1], -1))
-    attended = sparse_attention(q, k, v, active, key_valid, rows).flatten(1)
+    attended = sparse_attention(q, k, v, active, key_valid).flatten(1)
     states = add(take(h, rows), F.linear(attended, weights.out))
     normed = F.layer_norm(states, states.shape[-1:], weights.norm, weights.norm_bias)
     hidden = F.gelu(F.linear(normed, weights.up, weights.up_bias))

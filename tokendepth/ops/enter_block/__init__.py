@@ -5,10 +5,9 @@ Active rows need the norm too. All three read the same states, so that one pass 
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from tokendepth.ops.backend import fits_one_tile, serves
+from tokendepth.ops.backend import compiles_inference, fits_one_tile, serves
 
 __all__ = ["Entered", "RouterWeights", "enter_block"]
 
@@ -49,7 +48,8 @@ def enter_block(
         if fits_one_tile(h.shape[-1]) and serves(h):
             backend = "kernel"
         else:
-            backend = "joined" if router is not None and _weights_are_constants(h) else "eager"
+            packed = compiles_inference() and not h.is_cuda
+            backend = "joined" if router is not None and packed else "eager"
     if backend == "kernel":
         from tokendepth.ops.enter_block.kernel import kernel as run
     elif backend == "joined":
@@ -61,7 +61,3 @@ def enter_block(
     else:
         raise ValueError(f"unknown backend {backend!r}: not one of auto, reference, eager, joined, kernel")
     return Entered(*run(h, norm, norm_bias, w_kv, router))
-
-
-def _weights_are_constants(h: Tensor) -> bool:
-    return not h.is_cuda and torch.compiler.is_compiling() and not torch.is_grad_enabled()

@@ -2,33 +2,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokendepth.ops.backend import compiles_inference
+
 FEW_SCORES = 2**19
 """A lone sequence with no more is attended to by plain products: as fast as the library, with less around it."""
 MANY_ROWS = 48
 """Of a sequence with as many, the rows that look at no key of the second half are worth a call of their own."""
 
 
-def eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    active: Tensor,
-    key_valid: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> Tensor:
+def eager(q: Tensor, k: Tensor, v: Tensor, active: Tensor, key_valid: Tensor | None = None) -> Tensor:
     """As `reference`, by the library: on a CPU a call or two per sequence, so that only active rows are executed.
 
     On a GPU so many launches take longer than all else: there it is one call, every sequence's rows padded to the
-    longest. A short sequence that is alone takes plain products. `rows` is what `compact` makes of `active`, where
-    that is known.
+    longest. A short sequence that is alone takes plain products.
     """
     keys = k.shape[2]
     second_half = max(0, keys // 2 - (keys - active.shape[1]))
     counts = torch.stack([active[:, :second_half].sum(1), active[:, second_half:].sum(1)], 1)
     key_position = torch.arange(keys, device=k.device)
-    # Not `rows % time`, which a compiler would put into every score, a division each.
-    place = active.nonzero()[:, 1:] if len(k) > 1 or rows is None else rows[:, None]
-    position = place + (keys - active.shape[1])
+    # Listed again: as `rows % time` of those there are, a compiler would put a division into every score.
+    position = active.nonzero()[:, 1:] + (keys - active.shape[1])
     seen = key_position <= position
     if key_valid is not None:
         rows_valid = key_valid.repeat_interleave(counts.sum(1), dim=0)
@@ -36,9 +29,9 @@ def eager(
     # What the library would make of `seen` too, but once a call.
     bias = torch.zeros((), dtype=q.dtype, device=q.device).where(seen, -torch.inf)
     if len(k) == 1 and q.shape[1] * active.shape[1] * keys <= FEW_SCORES:
-        alone = torch.ops.tokendepth.lone_attention if _compiling() else _of_one_sequence
+        alone = torch.ops.tokendepth.lone_attention if compiles_inference() else _of_one_sequence
         return alone(q, k, v, bias)
-    attend = torch.ops.tokendepth.ragged_attention if _compiling() else _attend
+    attend = torch.ops.tokendepth.ragged_attention if compiles_inference() else _attend
     return attend(q, k, v, bias, counts)
 
 
@@ -80,10 +73,6 @@ def _of_one_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """Product, softmax, product: nothing has to be cut into sequences."""
     scores = torch.baddbmm(bias, q.transpose(0, 1), k[0].transpose(1, 2), alpha=q.shape[2] ** -0.5)
     return torch.bmm(scores.softmax(-1), v[0]).transpose(0, 1).contiguous()
-
-
-def _compiling() -> bool:
-    return torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
 # To a compiler each is one op: its lengths are known only when it runs. Registered without the checks of `custom_op`,
