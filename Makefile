@@ -8,11 +8,12 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint bench readme clean
+.PHONY: help demo test test-all lint bench readme clean
 
 help:
 	@echo "make demo    train a small model, evaluate it and write a report"
-	@echo "make test    run the tests                        (ARGS='-k trace' picks some)"
+	@echo "make test    run the quick tests                  (ARGS='-k trace' picks some)"
+	@echo "make test-all  and those that take longer"
 	@echo "make lint    ruff, ruff format and pyright"
 	@echo "make bench   run the tests, then the benchmarks   (ARGS are the benchmarks')"
 	@echo "make readme  make the README's tables and the pages in docs/ anew from results/"
@@ -22,6 +23,9 @@ demo: $(VENV)/.installed-demo
 	@$(BIN)/tokendepth demo $(ARGS)
 
 test: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.installed-dev

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tokendepth import auto
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth.infer import auto
 from tokendepth.methods import build
 
 MODEL = ModelConfig(d_model=16, n_layer=2, n_head=2, d_ff=16, context=8, dropout=0.0, vocab_size=7)

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from tests.tiny import one_line, tiny, write_corpus
-from tokendepth import calibrate, data
+from tokendepth import data
 from tokendepth.cli import main
 from tokendepth.config import BudgetConfig, TSAConfig
 from tokendepth.errors import UserError
-from tokendepth.evaluate import batches, evaluate, load_model, measure
-from tokendepth.runs import Run
-from tokendepth.train import train
+from tokendepth.measure import calibrate
+from tokendepth.measure.evaluate import batches, evaluate, load_model, measure
+from tokendepth.runs.run import Run
+from tokendepth.train.loop import train
 
 CPU = torch.device("cpu")
 

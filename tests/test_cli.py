@@ -10,9 +10,9 @@ import pytest
 from tokendepth.cli import main, parse
 from tokendepth.config import to_dict
 from tokendepth.errors import UserError
-from tokendepth.files import write_json
 from tokendepth.recipes import recipe
-from tokendepth.runs import Run
+from tokendepth.runs.files import write_json
+from tokendepth.runs.run import Run
 
 TINY = [
     *("--data.corpus", "stdlib", "--model.d-model", "32", "--model.n-layer", "3", "--model.n-head", "4"),
@@ -169,7 +169,7 @@ def test_a_demo_that_is_interrupted_says_so_in_one_line(tmp_path, capsys, monkey
     def stopped(config, out, **_):
         raise Interrupted(2, 7, out)
 
-    monkeypatch.setattr("tokendepth.train.train", stopped)
+    monkeypatch.setattr("tokendepth.train.loop.train", stopped)
     with pytest.raises(SystemExit) as stop:
         main(["demo", "--out", str(tmp_path)])
     assert stop.value.code == 130
@@ -436,7 +436,7 @@ def test_an_allocation_that_fails(error, capsys, monkeypatch):
     def exhausted(*_, **__):
         raise error
 
-    monkeypatch.setattr("tokendepth.train.train", exhausted)
+    monkeypatch.setattr("tokendepth.train.loop.train", exhausted)
     line = refused(capsys, *TRAIN)
     assert "not enough memory" in line
     assert str(error)[:30] in line
@@ -447,7 +447,7 @@ def test_another_runtime_error_keeps_its_traceback(monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("tokendepth.train.train", broken)
+    monkeypatch.setattr("tokendepth.train.loop.train", broken)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         main(TRAIN)
 

@@ -5,12 +5,12 @@ import resource
 import pytest
 import torch
 
-from tokendepth.calibrate import calibrate_on
-from tokendepth.compiled import compiled
 from tokendepth.config import BudgetConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
-from tokendepth.machine import keep_freed_memory
+from tokendepth.infer.compile import compiled
+from tokendepth.measure.calibrate import calibrate_on
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel
+from tokendepth.runs.machine import keep_freed_memory
 
 MODEL = ModelConfig(d_model=16, n_layer=2, n_head=2, d_ff=16, context=8, dropout=0.0, vocab_size=7)
 

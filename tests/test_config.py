@@ -120,7 +120,7 @@ def test_an_option_given_as_text_is_what_it_says(config):
 
 def test_the_default_config_is_written_in_full():
     tree = to_dict(TSA)
-    assert tree["version"] == FORMAT_VERSION == 1
+    assert tree["version"] == FORMAT_VERSION == 2
     assert tree["method"] == {"name": "tsa", "depth_penalty": 0.001, "threshold": 0.5, "skip": "block"}
     for part in ("data", "model", "train"):
         assert set(tree[part]) == {field.name for field in fields(getattr(TSA, part))}

@@ -1,10 +1,14 @@
 """The contract: what every method promises. A new entry of METHODS is under test here without a line of its own.
 
+Every method is tried on two kinds of block: the classic one (LayerNorm, learned positions, GELU, a head of keys for
+every head of queries) and a modern one (RMSNorm, rotary positions, SwiGLU, grouped heads, biases, query-key norm).
+
 Tolerance: float32 rounds at 6e-8; a few dozen operations that sum over at most 64 terms let that grow to about 1e-6 of
 the largest logit. 1e-5 of it is therefore rounding, and a token that was missed, shifted or seen too early is not: it
 moves logits by some percent here, where every matrix has weight (`test_the_tolerance_tells_an_error_from_rounding`).
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -23,7 +27,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.tiny import tiny
 from tokendepth import data
 from tokendepth.cache import KVCache
-from tokendepth.calibrate import calibrate
 from tokendepth.config import (
     METHOD_CONFIGS,
     ACTConfig,
@@ -40,22 +43,31 @@ from tokendepth.config import (
     TSAConfig,
     method_name,
 )
-from tokendepth.evaluate import batches, load_model, measure
-from tokendepth.files import write_json
-from tokendepth.flops import count_flops
+from tokendepth.context import Context, Rows
+from tokendepth.data.dataset import NO_LOSS
+from tokendepth.measure.calibrate import calibrate
+from tokendepth.measure.evaluate import batches, load_model, measure
+from tokendepth.measure.flops import count_flops
 from tokendepth.methods import METHODS, build
 from tokendepth.model import Block, LanguageModel, Output
-from tokendepth.ops.enter_block import Entered
-from tokendepth.runs import Run
-from tokendepth.step import OptimiserStep, Ranks, cosine
+from tokendepth.runs.files import write_json
+from tokendepth.runs.run import Run
 from tokendepth.trace import EXECUTIONS
-from tokendepth.train import resolve
+from tokendepth.train.loop import resolve
+from tokendepth.train.ranks import Ranks
+from tokendepth.train.step import OptimiserStep, cosine
 
 TIME = 16
 VOCABULARY = 11
 MODEL = ModelConfig(
     d_model=32, n_layer=3, n_head=4, d_ff=64, context=TIME, dropout=0.1, vocab_size=VOCABULARY
 )  # d_ff is not 4 d, so that no cost formula can hide behind that
+
+MODERN = ModelConfig(
+    d_model=32, n_layer=3, n_head=4, d_ff=48, context=TIME, dropout=0.1, vocab_size=VOCABULARY,
+    norm="rms", norm_eps=1e-6, positions="rotary", rope_base=500.0, n_kv_head=2, attention_bias="qkv", qk_norm=True,
+    ffn="swiglu", ffn_bias=False, tie_head=False,
+)  # fmt: skip
 
 CASES: dict[str, MethodConfig] = {name: METHOD_CONFIGS[name]() for name in METHODS if name in METHOD_CONFIGS}
 CASES["tsa-ffn"] = TSAConfig(skip="ffn")
@@ -70,6 +82,9 @@ CASES["mor-token"] = MoRConfig(routing="token")
 CASES["mor-shared"] = MoRConfig(recursions=3, kv="shared")
 CASES["mor-token-shared"] = MoRConfig(recursions=3, routing="token", kv="shared")
 CASES["itt-router"] = ITTConfig(steps=2, every=1, decides="router")
+# Every method, and the ways to run a block that its default does not take: given rows, given keys.
+ON_MODERN = [*METHODS, "budget-plain", "mor-token-shared"]
+CASES |= {f"{name} modern": CASES[name] for name in ON_MODERN if name in CASES}
 DEPTH = {"mor": 4, "mor-token": 6, "mor-shared": 5, "mor-token-shared": 5}
 """Where three layers do not do."""
 SPREAD = {"act": 2.0}
@@ -86,12 +101,17 @@ each_run = pytest.mark.parametrize(
         if execution != "soft" or METHODS[method_name(config)].has_soft
     ],
 )
+# What takes seconds a case is tried on the modern block by `make test-all`.
+each_case_slowly = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case.endswith(" modern") else case for case in CASES]
+)
 each_active = pytest.mark.parametrize("active", ACTIVE)
 
 
 def model_of(case: str) -> ModelConfig:
     """The least depth at which a method has something to share or to skip."""
-    return replace(MODEL, n_layer=DEPTH.get(case, MODEL.n_layer))
+    model = MODERN if case.endswith(" modern") else MODEL
+    return replace(model, n_layer=DEPTH.get(case.removesuffix(" modern"), model.n_layer))
 
 
 def run_config(case: str, seed: int = 0) -> RunConfig:
@@ -101,7 +121,10 @@ def run_config(case: str, seed: int = 0) -> RunConfig:
 @cache
 def lively(case: str) -> LanguageModel:
     """Untrained, but every matrix matters, and every site works on about half of the tokens. Shared: leave it."""
-    models = (enlivened(build(run_config(case, seed)).eval(), SPREAD.get(case, 1.0)) for seed in range(50))
+    models = (
+        enlivened(build(run_config(case, seed)).eval(), SPREAD.get(case.removesuffix(" modern"), 1.0))
+        for seed in range(50)
+    )
     return next(model for model in models if all(0.2 <= fraction <= 0.8 for fraction in fractions(model)))
 
 
@@ -154,17 +177,17 @@ def with_router_logits(model: LanguageModel, forward: Callable[[], Output]) -> t
     """What `forward` returns, and the logits of each router in the order of the routed sites."""
     logits: list[Tensor] = []
     hooks = [r.register_forward_hook(lambda _m, _i, out: logits.append(out)) for r in model.method.routers()]
-    enter = Block.enter
+    decide = Block.decide
 
-    def entered(block: Block, h: Tensor, router=None) -> Entered:
+    def decided(block: Block, h: Tensor, ctx: Context, *args, **kwargs) -> Rows:
         """A block that skips asks its router together with its norm."""
-        found = enter(block, h, router)
-        logits.extend([found.logit] if router else [])
+        found = decide(block, h, ctx, *args, **kwargs)
+        logits.extend([found.decision.logit] if ctx.execution == "sparse" else [])
         return found
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Block, "enter", entered)
+            patch.setattr(Block, "decide", decided)
             return forward(), logits
     finally:
         for hook in hooks:
@@ -335,6 +358,86 @@ def test_padding_takes_no_room_in_the_context(case):
     assert_equal_to_rounding(logits[:, -13:], full(model, ids, "hard").logits)
 
 
+# --- ragged lengths in cache slots ------------------------------------------------------------------------------------
+
+
+def ragged(
+    model: LanguageModel, ids: Tensor, chunks: list[Tensor], execution: str, kept: KVCache | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Logits and work of each sequence, given to a cache in chunks `[batch, time]` that say which columns are real."""
+    kept = kept or new_cache(model, len(ids))
+    taken = torch.zeros(len(ids), dtype=torch.long)
+    logits, work = [[] for _ in ids], [[] for _ in ids]
+    for valid in chunks:
+        part = torch.full(valid.shape, 7)  # what stands at padding does not matter
+        for b, row in enumerate(valid):
+            part[b, row] = ids[b, taken[b] : taken[b] + int(row.sum())]
+        out = full(model, part, execution, cache=kept, valid=valid)
+        assert out.logits.isfinite().all()
+        for b, row in enumerate(valid):
+            logits[b].append(out.logits[b, row])
+            work[b].append(out.trace.work[:, b, row])
+        taken += valid.sum(1)
+    return [(torch.cat(a)[None], torch.cat(b, 1)[:, None]) for a, b in zip(logits, work, strict=True)]
+
+
+def assert_each_is_as_if_alone(found: list, model: LanguageModel, ids: Tensor, execution: str) -> None:
+    for b, (logits, work) in enumerate(found):
+        if not logits.shape[1]:  # a sequence that got nothing but padding
+            continue
+        single = full(model, ids[b : b + 1, : logits.shape[1]], execution)
+        assert_same((logits, work), (single.logits, single.trace.work), execution)
+
+
+@each_run
+@given(data_=st.data())
+@settings(max_examples=5)
+def test_sequences_of_any_lengths_grow_side_by_side(case, execution, data_):
+    """Padding anywhere in a chunk: left, right, between, or nothing else."""
+    model, ids = lively(case), tokens(3, seed=17)
+    left = [TIME] * 3
+    chunks = []
+    for columns in data_.draw(st.lists(st.integers(1, TIME), min_size=1, max_size=4)):
+        valid = torch.tensor([data_.draw(st.lists(st.booleans(), min_size=columns, max_size=columns)) for _ in left])
+        for b, row in enumerate(valid):
+            row &= row.cumsum(0) <= left[b]
+            left[b] -= int(row.sum())
+        chunks.append(valid)
+    chunks.append(torch.ones(3, 1, dtype=torch.bool) & (torch.tensor(left) > 0)[:, None])
+    assert_each_is_as_if_alone(ragged(model, ids, chunks, execution), model, ids, execution)
+
+
+@each_run
+def test_more_columns_than_the_context_and_padding_after_a_full_sequence(case, execution):
+    model, ids = lively(case), tokens(2, seed=18)
+    first = torch.ones(2, TIME + 2, dtype=torch.bool)
+    first[0, :2] = first[1, 5:8] = first[1, -1] = False  # 16 and 14 tokens in 18 columns, at a context of 16
+    rest = torch.tensor([[False, False, False], [True, False, True]])
+    found = ragged(model, ids, [first, rest], execution)
+    assert [logits.shape[1] for logits, _ in found] == [TIME, TIME]
+    assert_each_is_as_if_alone(found, model, ids, execution)
+
+
+@each_run
+def test_a_slot_that_was_freed_is_as_new(case, execution):
+    """Two sequences; one ends and a third takes its slot while the other goes on."""
+    model, ids = lively(case), tokens(3, seed=19)
+    for fixed in (False, True):
+        kept = KVCache(
+            model.config, 2, TIME, layers=model.method.cache_layers, like=model.norm.weight.detach(), fixed=fixed
+        )
+        full(model, ids[:2, :9], execution, cache=kept)
+        kept.free([0])
+        other = full(model, ids[2:, :5], execution, cache=kept.of([0]))
+        both = full(model, torch.stack([ids[2, 5:9], ids[1, 9:13]]), execution, cache=kept)
+        new, old = full(model, ids[2:, :9], execution), full(model, ids[1:2, :13], execution)
+        assert kept.lengths.tolist() == [9, 13]
+        joined = torch.cat([other.logits, both.logits[:1]], 1), torch.cat([other.trace.work, both.trace.work[:, :1]], 2)
+        assert_same(joined, (new.logits, new.trace.work), execution)
+        actual = both.logits[1:], both.trace.work[:, 1:]
+        assert_same(actual, (old.logits[:, 9:], old.trace.work[:, :, 9:]), execution)
+
+
 # --- 3. sparse = hard -------------------------------------------------------------------------------------------------
 
 
@@ -359,14 +462,14 @@ def test_sparse_equals_hard_on_given_decisions(case, active, padding):
 def test_decisions_that_are_told_are_those_that_are_given(case, active):
     model, ids = lively(case), tokens(2, 13, seed=9)
     decisions = given_decisions(model, ids, active)
-    how = {} if decisions is None else model.told(decisions)
+    how = {} if decisions is None else model.forcing(decisions)
     for execution in ("hard", "sparse"):
         given, told = (model(ids, execution=execution, **one) for one in ({"decisions": decisions}, how))
         assert torch.equal(told.trace.work, given.trace.work)
         assert torch.equal(told.logits, given.logits)
 
 
-@each_case
+@each_case_slowly
 @torch.no_grad()
 def test_given_decisions_leave_no_router_out(case):
     """A compiler drops what nobody uses; what is timed with decisions given would then not be what is served."""
@@ -384,7 +487,7 @@ def test_given_decisions_leave_no_router_out(case):
     assert operations(given_decisions(model, ids, "some")) == operations(None)
 
 
-@each_case
+@each_case_slowly
 def test_sparse_flips_a_free_decision_only_at_the_threshold(case):
     """The threshold lies between the two logits of a flip: if they are within 1e-5 of each other, it is of both."""
     model, sites = lively(case), routed_sites(lively(case))
@@ -445,7 +548,7 @@ def seeded(loss: Callable[[], Tensor]) -> Tensor:
     return loss()
 
 
-@each_case
+@each_case_slowly
 def test_training_asks_nothing_of_the_device(case):
     """One graph, shapes and all, before a number is known: what a compiler and a CUDA graph need."""
     _, loss = training_loss(case)
@@ -465,6 +568,124 @@ def test_training_in_bfloat16(case):
     rounded.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert float(rounded.detach()) == pytest.approx(float(exact.detach()), rel=0.02)
+
+
+@each_case
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_every_precision(case, dtype):
+    """The whole model in it, forward with a cache and without, and backward. 2^-8 is what bfloat16 keeps of a number.
+
+    Errors add up over some ten roundings a block, so that a few dozen of them are rounding and 1 is not.
+    """
+    model, ids = copy.deepcopy(lively(case)).to(dtype), tokens(3, 13, seed=20)
+    decisions = given_decisions(model, ids, "some")
+    allowed = 64 * torch.finfo(dtype).eps if dtype != torch.float64 else 1e-5
+    for execution in EXECUTIONS if model.method.has_soft else EXECUTIONS[1:]:
+        given = None if execution == "soft" else decisions
+        exact, found = (full(m, ids, execution, decisions=given) for m in (lively(case), model))
+        assert found.logits.dtype == dtype
+        assert torch.equal(found.trace.work > 0.5, exact.trace.work > 0.5) or execution == "soft"
+        assert relative_error(found.logits.double(), exact.logits.double()) <= allowed
+        kept = KVCache(model.config, 3, TIME, layers=model.method.cache_layers, like=model.norm.weight.detach())
+        assert full(model, ids, execution, cache=kept).logits.isfinite().all()
+    model.train()
+    seeded(lambda: loss_of(model, ids, ids)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == dtype, name
+        assert parameter.grad.isfinite().all(), name
+
+
+# --- training with padding, and in pieces -----------------------------------------------------------------------------
+
+
+def loss_of(model: LanguageModel, inputs: Tensor, targets: Tensor, valid: Tensor | None = None) -> Tensor:
+    out = model(inputs, targets=targets, valid=valid)
+    return F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten()) + sum(out.losses.values())
+
+
+def in_training(case: str) -> LanguageModel:
+    """Without dropout and jitter: what is thrown for padding is not thrown for the tokens after it."""
+    method = replace(CASES[case], jitter=0.0) if hasattr(CASES[case], "jitter") else CASES[case]
+    return build(RunConfig(model=replace(model_of(case), dropout=0.0), method=method)).train()
+
+
+def gradients(model: LanguageModel, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    seeded(loss).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_equal_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert float((actual[name] - gradient).abs().max()) <= 1e-5 * largest, name
+
+
+@each_case
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_training_with_padding_is_training_without(case, side):
+    """Losses and every gradient; where dice are thrown, at least what stands at padding changes nothing."""
+    model, ids = in_training(case), tokens(1, 10, seed=21)
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    room = (TIME - 9, 0) if side == "left" else (0, TIME - 9)
+    valid = F.pad(torch.ones_like(inputs), room).bool()
+    padded_targets = F.pad(targets, room, value=NO_LOSS)
+    found = [
+        gradients(model, lambda pad=pad: loss_of(model, F.pad(inputs, room, value=pad), padded_targets, valid))
+        for pad in (0, 7)
+    ]
+    assert_equal_gradients(found[0], found[1])
+    if getattr(model.method.config, "routing", "") != "random":
+        assert_equal_gradients(found[0], gradients(model, lambda: loss_of(model, inputs, targets)))
+
+
+@each_case
+def test_a_padded_batch_trains_each_sequence_as_if_alone(case):
+    """Unless a quantile is taken over the batch."""
+    model, ids, lengths = in_training(case), tokens(3, seed=22), (TIME, 11, 4)
+    padded, valid = left_padded(ids, lengths, TIME, pad=0)
+    torch.manual_seed(0)
+    batch = model(padded, targets=torch.where(valid, padded, NO_LOSS), valid=valid)
+    assert all(loss.isfinite() for loss in batch.losses.values())
+    if "quantile" in (model.method.batch_statistic or ""):
+        return
+    for b, length in enumerate(lengths):
+        single = model(ids[b : b + 1, :length], targets=ids[b : b + 1, :length])
+        actual = batch.logits[b, -length:].detach(), batch.trace.work[:, b, -length:]
+        assert_same(actual, (single.logits[0].detach(), single.trace.work[:, 0]), "soft")
+
+
+class OneOf(Ranks):
+    """One of several ranks with batches of one size, alone in its process."""
+
+    def total(self, number: int) -> int:
+        return number * self.world
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value
+
+
+def gradient_of_cut(case: str, accumulate: int, world: int) -> Tensor:
+    """The gradient of one global batch of 8 sequences, cut into `accumulate` micro-batches on each of `world` ranks."""
+    ids, total = tokens(8, TIME + 1, seed=23).numpy(), 0
+    for rank in range(world):
+        config = TrainConfig(batch_size=8, accumulate=accumulate, dtype="float32", device="cpu")
+        step = OptimiserStep(in_training(case), config, torch.device("cpu"), OneOf(rank, world))
+        mine = np.array_split(ids, world)[rank]
+        step.begin(mine[:, :-1], mine[:, 1:], step=0)
+        total = total + step.gradient
+    return total
+
+
+@each_case
+def test_the_gradient_does_not_depend_on_how_a_batch_is_cut_or_the_method_says_so(case):
+    whole = gradient_of_cut(case, 1, 1)
+    for accumulate, world in ((2, 1), (8, 1), (1, 2), (2, 4)):
+        error = float((gradient_of_cut(case, accumulate, world) - whole).norm() / whole.norm())
+        said = build(run_config(case)).method.batch_statistic
+        assert (error > 1e-5) == (said is not None), (accumulate, world, error)
 
 
 # --- 5. the trace tells the truth -------------------------------------------------------------------------------------
@@ -518,7 +739,7 @@ def test_the_flops_of_the_trace_are_those_dispatched_with_padding(case, executio
     assert told == counted
 
 
-@each_case
+@each_case_slowly
 def test_sparse_dispatches_less_the_more_it_skips(case):
     model, ids = lively(case), tokens(2, seed=15)
     sites = len(routed_sites(model))
@@ -606,10 +827,11 @@ def test_the_weights_do_not_depend_on_what_was_drawn_before(case):
 # --- 8. it learns -----------------------------------------------------------------------------------------------------
 
 
-@each_case
+@each_case_slowly
 def test_it_learns_far_more_than_the_frequencies_of_tokens(case, tmp_path):
     """As it is executed: a model that knew only how often each character occurs would score the unigram loss."""
     config = tiny(tmp_path, CASES[case], n_layer=model_of(case).n_layer, steps=100, batch_size=8)
+    config = replace(config, model=replace(model_of(case), dropout=0.0, vocab_size=0))
     dataset = data.load(config.data)
     config = resolve(config, dataset)
     model = build(config).train()

@@ -20,10 +20,10 @@ from tokendepth.config import (
 )
 from tokendepth.data import load
 from tokendepth.errors import UserError
-from tokendepth.evaluate import evaluate, has_curve, load_model, measure
-from tokendepth.runs import Run
+from tokendepth.measure.evaluate import evaluate, has_curve, load_model, measure
+from tokendepth.runs.run import Run
 from tokendepth.trace import EXECUTIONS
-from tokendepth.train import train
+from tokendepth.train.loop import train
 
 CPU = torch.device("cpu")
 # Means over the same float32 logits, summed in another order or computed in batches of another size.

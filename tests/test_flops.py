@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tokendepth.config import BudgetConfig, DenseConfig, MethodConfig, MoDConfig, ModelConfig, RunConfig, override
-from tokendepth.describe import describe
-from tokendepth.flops import count_flops, training_flops
+from tokendepth.measure.describe import describe
+from tokendepth.measure.flops import count_flops, training_flops
 from tokendepth.methods import build
 from tokendepth.recipes import RECIPES, recipe
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tokendepth.config import METHOD_CONFIGS, EarlyExitConfig, ModelConfig, RunConfig
-from tokendepth.generate import Decoder
+from tokendepth.infer.generate import Decoder
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel
 

@@ -10,8 +10,9 @@ import torch
 from tokendepth import data
 from tokendepth.config import DataConfig, DenseConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
 from tokendepth.methods import build
-from tokendepth.step import OptimiserStep, Ranks, cosine
-from tokendepth.train import resolve
+from tokendepth.train.loop import resolve
+from tokendepth.train.ranks import Ranks
+from tokendepth.train.step import OptimiserStep, cosine
 
 GOLDEN = {
     "dense": (DenseConfig(), [3.47401, 3.446975, 3.393824, 3.398265, 3.406215]),

@@ -1,7 +1,8 @@
 """Run folders written once and kept for ever: every later version reads them, with the same logits.
 
-`golden/format-N/` holds a finished run, the same run stopped in the middle, and what the finished one answers. A new
-format adds a folder and changes none: `python -m tests.test_golden_runs`.
+`golden/format-N/` holds a finished run, the same run stopped in the middle, and what the finished one answers: format 1
+of the paper's model, format 2 of modern layers. A new format adds a folder and changes none:
+`python -m tests.test_golden_runs`.
 """
 
 import json
@@ -16,12 +17,12 @@ from tests.tiny import one_line
 from tokendepth.config import FORMAT_VERSION, DataConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
 from tokendepth.data import tokenizer_from_dict
 from tokendepth.errors import UserError
-from tokendepth.evaluate import load_model
-from tokendepth.files import read_json, write_json
+from tokendepth.measure.evaluate import load_model
 from tokendepth.report.records import Record
-from tokendepth.runs import Run
+from tokendepth.runs.files import read_json, write_json
+from tokendepth.runs.run import Run
 from tokendepth.trace import EXECUTIONS
-from tokendepth.train import train
+from tokendepth.train.loop import train
 
 GOLDEN = Path(__file__).parent / "golden"
 FORMATS = sorted(GOLDEN.iterdir(), key=lambda folder: folder.name)
@@ -99,7 +100,22 @@ def make(folder: Path) -> None:
 
     config = RunConfig(
         DataConfig("copy", source_length=3),
-        ModelConfig(d_model=8, n_layer=3, n_head=2, d_ff=16, context=8),
+        ModelConfig(
+            d_model=8,
+            n_layer=3,
+            n_head=2,
+            d_ff=16,
+            context=8,
+            norm="rms",
+            positions="rotary",
+            rope_base=100.0,
+            n_kv_head=1,
+            attention_bias="qkv",
+            qk_norm=True,
+            ffn="swiglu",
+            ffn_bias=False,
+            tie_head=False,
+        ),
         TSAConfig(depth_penalty=0.01),
         TrainConfig(steps=10, batch_size=8, lr=0.03, eval_every=5, checkpoint_every=6, log_every=1, device="cpu"),
         recipe="golden",

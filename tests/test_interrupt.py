@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import one_line, steady, tiny
-from tokendepth import train as train_module
 from tokendepth.bench.faults.processes import Server
 from tokendepth.config import RunConfig, TSAConfig
-from tokendepth.runs import Run
-from tokendepth.train import Interrupted, StopSignals, train
+from tokendepth.runs.run import Run
+from tokendepth.train import loop as train_module
+from tokendepth.train.loop import Interrupted, train
+from tokendepth.train.signals import StopSignals
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 20
@@ -97,7 +98,7 @@ def test_a_second_sigint_ends_at_once(server, undisturbed, first, tmp_path):
 def test_a_second_sigint_ends_at_once_also_inside_one_long_instruction(tmp_path):
     """A backward pass is one to Python, whose handlers wait for its end; a hash of many rounds does for it here."""
     script = (
-        "import hashlib; from tokendepth.train import StopSignals\n"
+        "import hashlib; from tokendepth.train.loop import StopSignals\n"
         "with StopSignals(): print('in', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 500_000_000)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT) as child:

@@ -7,10 +7,10 @@ import pytest
 
 from tests.tiny import hashes, one_line, tiny
 from tokendepth.errors import UserError
-from tokendepth.evaluate import evaluate
-from tokendepth.lock import only_one
-from tokendepth.runs import LOCK, Run
-from tokendepth.train import train
+from tokendepth.measure.evaluate import evaluate
+from tokendepth.runs.lock import only_one
+from tokendepth.runs.run import LOCK, Run
+from tokendepth.train.loop import train
 
 fcntl = pytest.importorskip("fcntl")
 

@@ -44,5 +44,5 @@ def test_skipping_holds_no_more_than_the_dense_model(method, batch):
     ids, draws = torch.randint(SHAPE.vocab_size, (batch, 64)), torch.rand(5, batch, 64)
     allowed = largest(lambda: dense(ids))
     for fraction in (0.0, 0.1, 0.4, 0.8, 1.0):
-        told = model.told(draws < fraction)
-        assert largest(lambda told=told: model(ids, execution="sparse", **told)) <= allowed
+        forced = model.forcing(draws < fraction)
+        assert largest(lambda forced=forced: model(ids, execution="sparse", **forced)) <= allowed

@@ -10,10 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.cache import KVCache
-from tokendepth.config import BudgetConfig, DenseConfig, MethodConfig, MoDConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth.config import (
+    BudgetConfig,
+    DenseConfig,
+    EarlyExitConfig,
+    MethodConfig,
+    MoDConfig,
+    ModelConfig,
+    RunConfig,
+    SwitchConfig,
+    TSAConfig,
+)
 from tokendepth.errors import UserError
+from tokendepth.layers.attention import Attention, causal_mask
+from tokendepth.layers.ffn import FeedForward
 from tokendepth.methods import build
-from tokendepth.model import Attention, FeedForward, LanguageModel, Pass, _causal_mask
+from tokendepth.model import Context, LanguageModel
 from tokendepth.recipes import RECIPES
 from tokendepth.trace import EXECUTIONS
 
@@ -176,14 +188,14 @@ def test_more_than_a_cache_holds_does_not_fit():
 
 
 @torch.no_grad()
-def test_a_cache_counts_columns_and_real_tokens():
+def test_a_cache_counts_real_tokens_and_padding_takes_no_column():
     tiny = model()
     cache = KVCache(TINY, 2, 10, like=tiny.norm.weight)
     tiny(tokens(2, 4), cache=cache, valid=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], dtype=torch.bool))
     tiny(tokens(2, 1), cache=cache)
-    assert cache.length == 5
-    assert cache.seen.tolist() == [3, 5]
-    assert cache.valid[:, 0].tolist() == [[False, False, True, True, True, *[False] * 5]] * 3
+    assert cache.longest == 5
+    assert cache.lengths.tolist() == [3, 5]
+    assert cache.valid[:, 0, :10].tolist() == [[True, True, True, *[False] * 7]] * 3
 
 
 @pytest.mark.parametrize("method", [DenseConfig(), TSAConfig()], ids=["dense", "tsa"])
@@ -204,7 +216,7 @@ def test_without_dropout_training_computes_what_evaluation_does():
 
 def test_the_mask_by_hand():
     """Two new tokens after two cached ones; the first key is padding, and so is the third, which still sees itself."""
-    mask = _causal_mask(2, torch.tensor([[False, True, False, True]]))
+    mask = causal_mask(2, 4, torch.tensor([[False, True, False, True]]), None)
     assert mask.int().tolist() == [[[[0, 1, 1, 0], [0, 1, 0, 1]]]]
 
 
@@ -238,7 +250,7 @@ def test_the_dense_block_by_hand():
     gelu = 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
     expected = after + gelu @ down.weight.T + down.bias
     # Sums of at most 64 terms of order 1 in float32: 64 x 6e-8.
-    assert torch.allclose(block(h, Pass())[0], expected, rtol=1e-5, atol=4e-6)
+    assert torch.allclose(block(h, Context())[0], expected, rtol=1e-5, atol=4e-6)
 
 
 @pytest.mark.parametrize(
@@ -249,10 +261,76 @@ def test_the_dense_block_by_hand():
         (TSAConfig(), 4, torch.float32, False),
         (TSAConfig(), 8, torch.bfloat16, False),
         (TSAConfig(skip="ffn"), 4, torch.bfloat16, False),
-        (MoDConfig(), 4, torch.bfloat16, False),
+        (MoDConfig(), 4, torch.bfloat16, True),
+        (MoDConfig(), 8, torch.bfloat16, False),
+        (SwitchConfig(), 4, torch.bfloat16, False),
+        (EarlyExitConfig(), 4, torch.bfloat16, False),
         (DenseConfig(), 8, torch.float32, True),
     ],
 )
 def test_a_pass_is_one_graph_only_where_nobody_asks_the_host(method, heads, dtype, captured):
     model = ModelConfig(d_model=64, n_layer=2, n_head=heads, d_ff=64, context=8, vocab_size=7)
     assert build(RunConfig(model=model, method=method)).to(dtype).can_be_captured is captured
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"norm": "rms"},
+        {"positions": "rotary"},
+        {"n_kv_head": 2},
+        {"head_width": 32},
+        {"attention_bias": "qkv"},
+        {"qk_norm": True},
+        {"ffn": "swiglu"},
+        {"ffn_bias": False},
+    ],
+    ids=str,
+)
+def test_the_kernels_know_the_classic_block_alone(other):
+    """Any other is skipped by the library, which asks the host how many tokens are active."""
+    shape = ModelConfig(d_model=64, n_layer=2, n_head=4, d_ff=64, context=8, vocab_size=7, **other)
+    assert not build(RunConfig(model=shape, method=TSAConfig())).bfloat16().can_be_captured
+
+
+# --- other layers -----------------------------------------------------------------------------------------------------
+
+
+def test_a_head_of_its_own_is_not_the_embedding():
+    tied, own = model(), model(tie_head=False)
+    assert tied.head is None
+    assert own.head.weight.shape == own.embedding.weight.shape
+    assert deviation([model(tie_head=False, d_model=256).head.weight]) == pytest.approx(0.02, rel=0.05)
+    ids, before = tokens(2, 5), own(tokens(2, 5)).logits
+    with torch.no_grad():
+        own.head.weight.mul_(2)
+    assert torch.equal(own(ids).logits, 2 * before)
+    with torch.no_grad():
+        own.embedding.weight.mul_(2)
+    assert not torch.equal(own(ids).logits, 2 * before)
+
+
+def test_rotary_positions_tell_places_apart():
+    """Two tokens change places before a third one: a block that turns nothing sees the same two."""
+    rotary = model(DenseConfig(), positions="rotary", n_layer=1)
+    one, other = torch.tensor([[1, 2, 3]]), torch.tensor([[2, 1, 3]])
+    with torch.no_grad():
+        for matrix in (p for p in rotary.parameters() if p.ndim == 2):
+            matrix.mul_(0.2 / matrix.std())
+        assert (rotary(one).logits - rotary(other).logits)[0, 2].abs().max() > 1e-3
+        rotary.positions.frequencies.zero_()
+        torch.testing.assert_close(rotary(one).logits[0, 2], rotary(other).logits[0, 2], rtol=1e-5, atol=1e-5)
+
+
+def test_entering_is_what_a_pass_gives_its_method():
+    for shape in ({}, {"positions": "rotary"}):
+        tiny, ids, seen = model(DenseConfig(), **shape), tokens(2, 5), []
+        tiny.method.register_forward_pre_hook(lambda _m, given, seen=seen: seen.append(given))
+        tiny(ids, execution="hard")
+        hidden, ctx = tiny.entering(ids, "hard")
+        assert torch.equal(hidden, seen[0][0])
+        assert ctx.execution == "hard"
+        if shape:
+            assert torch.equal(torch.stack(ctx.rotation), torch.stack(seen[0][1].rotation))
+        else:
+            assert ctx.rotation is None

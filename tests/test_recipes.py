@@ -2,17 +2,21 @@
 
 import json
 import math
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tokendepth import data
-from tokendepth.config import METHOD_CONFIGS, RunConfig, from_dict, method_name, override, to_dict
+from tokendepth.config import BudgetConfig, DenseConfig, RunConfig, from_dict, method_name, override, to_dict
 from tokendepth.errors import UserError
 from tokendepth.methods import build
 from tokendepth.recipes import RECIPES, recipe, summary
-from tokendepth.step import OptimiserStep, Ranks, cosine
-from tokendepth.train import resolve
+from tokendepth.report.schematic import SCHEMATICS
+from tokendepth.train.loop import resolve
+from tokendepth.train.ranks import Ranks
+from tokendepth.train.step import OptimiserStep, cosine
 
 SMALL = {"model.n_layer": "2", "model.d_model": "32", "model.d_ff": "64", "model.n_head": "4", "train.batch_size": "4"}
 ON_EVERY_MACHINE = ("stdlib", "copy", "sort")
@@ -23,6 +27,15 @@ each_recipe = pytest.mark.parametrize("name", RECIPES)
 def shrunk(name: str) -> RunConfig:
     """The recipe at a size for a test; a corpus that would be downloaded gives way to one that is at hand."""
     small = {**SMALL, "model.n_layer": "4"} if name.endswith(".mor") else SMALL  # the least in which something recurs
+    if name.startswith("modern."):
+        pytest.importorskip("tokenizers")
+        small = {
+            **small,
+            "model.n_kv_head": "2",
+            "model.head_width": "8",
+            "model.context": "64",
+            "data.tokens": "bpe:300",
+        }
     config = override(recipe(name), {**small, "train.device": "cpu", "train.dtype": "float32"})
     if config.data.corpus not in ON_EVERY_MACHINE:
         config = override(config, {"data.corpus": "stdlib"})
@@ -50,7 +63,10 @@ def test_two_steps(name):
     for stats in (first, second):
         assert all(math.isfinite(number) for number in (stats.task, stats.depth, stats.grad_norm, *stats.work))
         assert stats.grad_norm > 0
-        has_losses = name != "enwik8.budget" and method_name(config.method) != "dense"
+        method = config.method
+        has_losses = not isinstance(method, DenseConfig) and (
+            not isinstance(method, BudgetConfig) or method.dial or method.distill > 0
+        )
         assert (stats.depth != 0) == has_losses
     for key, value in model.named_parameters():
         assert value.isfinite().all(), key
@@ -79,14 +95,14 @@ def test_a_recipe_says_what_it_is(name):
 def test_recipes_that_are_to_be_compared_differ_in_the_method_alone(name):
     config = recipe(name)
     method = method_name(config.method)
-    assert name.endswith(method)
-    dense = recipe(name.removesuffix(method) + "dense")
+    assert re.search(rf"[._]{method}(_\d+m)?$", name), "the method, and a size where there are several"
+    dense = recipe(name.replace(method, "dense"))
     assert (config.data, config.model, config.train) == (dense.data, dense.model, dense.train)
 
 
 @pytest.mark.parametrize("corpus", ["shakespeare", "enwik8"])
-def test_every_method_has_a_recipe_on_text(corpus):
-    assert {method_name(recipe(name).method) for name in RECIPES if name.startswith(corpus)} == METHOD_CONFIGS.keys()
+def test_every_method_that_is_compared_has_a_recipe_on_text(corpus):
+    assert {method_name(recipe(name).method) for name in RECIPES if name.startswith(corpus)} == SCHEMATICS.keys()
 
 
 def test_an_unknown_recipe_names_the_nearest():
@@ -103,3 +119,45 @@ def test_an_unknown_recipe_names_the_nearest():
 def test_a_recipe_is_what_its_file_will_say(name):
     """0 and 0.0 are equal, but not as JSON, by which experiments are told apart."""
     assert json.dumps(to_dict(from_dict(to_dict(recipe(name))))) == json.dumps(to_dict(recipe(name)))
+
+
+# --- sizes of the modern recipes --------------------------------------------------------------------------------------
+
+each_size = pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("modern.")])
+
+
+def parameters(config: RunConfig) -> int:
+    """Of a dense model of the modern block, by its formula."""
+    model, vocabulary = config.model, data.vocab_size(config.data)
+    attention = model.d_model * model.width * (2 * model.n_head + 2 * model.kv_heads) + 2 * model.width
+    block = attention + 3 * model.d_model * model.d_ff + 2 * model.d_model
+    return vocabulary * model.d_model + model.n_layer * block + model.d_model
+
+
+@each_size
+def test_a_modern_recipe_has_the_parameters_of_its_name_and_summary(name):
+    config, named = recipe(name), int(re.search(r"_(\d+)m$", name)[1])
+    assert f"about {named}M parameters" in summary(name)
+    with torch.device("meta"):
+        model = build(replace(config, model=replace(config.model, vocab_size=data.vocab_size(config.data))))
+    found = sum(parameter.numel() for parameter in model.parameters())
+    assert found == pytest.approx(1e6 * named, rel=0.05)
+    assert parameters(config) == pytest.approx(1e6 * named, rel=0.03)
+    routers = found - parameters(config)
+    assert (routers == 0) == isinstance(config.method, DenseConfig)
+    assert 0 <= routers < 0.03 * found
+
+
+@each_size
+def test_a_modern_recipe_is_of_the_modern_shape(name):
+    model = recipe(name).model
+    assert (model.norm, model.positions, model.ffn) == ("rms", "rotary", "swiglu")
+    assert model.qk_norm
+    assert model.tie_head
+    assert not model.ffn_bias
+    assert (model.attention_bias, model.dropout) == ("none", 0.0)
+    assert model.width == 64
+    assert model.n_head * model.width == model.d_model
+    assert 1 < model.kv_heads < model.n_head
+    assert model.d_ff % 64 == 0
+    assert abs(model.d_ff - model.d_model * 8 / 3) <= 32

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from tests.tiny import edit_json, hashes, one_line
-from tokendepth import files, runs
 from tokendepth.config import DenseConfig, RunConfig, TrainConfig, TSAConfig, to_dict
 from tokendepth.errors import UserError
-from tokendepth.files import MANIFEST, verify_manifest, write_json, write_manifest
-from tokendepth.runs import KEEP_CHECKPOINTS, Run
+from tokendepth.runs import files
+from tokendepth.runs import run as runs
+from tokendepth.runs.files import MANIFEST, verify_manifest, write_json, write_manifest
+from tokendepth.runs.run import KEEP_CHECKPOINTS, Run
 
 CONFIG = RunConfig(method=TSAConfig(), train=TrainConfig(steps=9))
 STATE = "state.safetensors"
@@ -628,7 +629,7 @@ def test_opening_what_is_no_run_says_so(tmp_path):
         (b"", "damaged"),
         (b'{"version": 1', "damaged"),
         (b"[]", "JSON object"),
-        (json.dumps({**to_dict(CONFIG), "version": 2}).encode(), "upgrade tokendepth"),
+        (json.dumps({**to_dict(CONFIG), "version": 3}).encode(), "upgrade tokendepth"),
         (json.dumps({**to_dict(CONFIG), "colour": "red"}).encode(), "colour"),
     ],
 )

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from tests.tiny import TEXT, hashes, one_line, steady, tiny, write_corpus
-from tokendepth import runs as runs_module
-from tokendepth import train as train_module
 from tokendepth.bench.faults.damage import stopped_run
 from tokendepth.config import DenseConfig, RunConfig, TSAConfig, to_dict
 from tokendepth.data import load, tokenizer_from_dict
 from tokendepth.errors import UserError
-from tokendepth.evaluate import load_model
+from tokendepth.measure.evaluate import load_model
 from tokendepth.methods import build
-from tokendepth.runs import Run
-from tokendepth.train import _Training, train
+from tokendepth.runs import run as runs_module
+from tokendepth.runs.run import Run
+from tokendepth.train import loop as train_module
+from tokendepth.train.loop import _Training, train
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 8
@@ -118,7 +118,11 @@ def test_metrics_are_complete_and_in_order(trained):
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     names = {"step", "loss", "task_loss", "depth_loss", "active_fraction", "lr", "grad_norm", "tokens_per_s"}
     assert all(row.keys() == names | {"tokens", "tlops"} for row in logged)
-    assert all(row.keys() == {"step", "val_loss", "val_active_fraction", "tokens", "tlops"} for row in validated)
+    names = {"step", "val_loss", "val_bits_per_byte", "val_active_fraction", "tokens", "tlops"}
+    assert all(row.keys() == names for row in validated)
+    ratios = {row["val_bits_per_byte"] / row["val_loss"] for row in validated}
+    assert max(ratios) - min(ratios) < 1e-9, "the same loss, in bits, over the bytes of a character"
+    assert max(ratios) < 1 / math.log(2), "some characters of the corpus take several bytes"
     assert all(math.isfinite(value) for row in rows for value in row.values())
     for row in rows:
         assert row["tokens"] == row["step"] * 8 * 16
@@ -560,7 +564,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from tokendepth.config import from_dict
-from tokendepth.train import train
+from tokendepth.train.loop import train
 for name, tree in json.loads(Path(sys.argv[1]).read_text()).items():
     train(from_dict(tree), Path(sys.argv[2]) / name, show=False)
 """

@@ -1,49 +1,121 @@
-"""KVCache: keys and values of the tokens seen so far, in buffers of fixed shape, with a validity mask per layer.
+"""KVCache: keys and values of the tokens so far, in slots of fixed shape, each sequence with a length of its own.
 
-Validity is per layer because methods differ in who leaves a key behind: TSA keeps every token's, others only those of
-the tokens that a block worked on. Padding is invalid everywhere.
+A slot holds one sequence; column p of it is the token at position p, so padding takes no room and sequences of any
+lengths grow side by side. Which of its tokens may be seen is kept per layer, because methods differ in who leaves a key
+behind: TSA keeps every token's, others only those of the tokens that a block worked on.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tokendepth.config import ModelConfig
-from tokendepth.errors import UserError
 
 
 class KVCache:
     def __init__(
-        self, model: ModelConfig, batch: int, capacity: int, *, layers: int | None = None, like: Tensor
+        self,
+        model: ModelConfig,
+        slots: int,
+        capacity: int,
+        *,
+        layers: int | None = None,
+        like: Tensor,
+        fixed: bool = False,
     ) -> None:
-        """Room for `capacity` tokens in each of `layers` (those of the model, or `Method.cache_layers`)."""
-        layers, width = layers or model.n_layer, model.d_model // model.n_head
-        shape = (layers, batch, model.n_head, capacity, width)
+        """`slots` sequences of up to `capacity` tokens in each of `layers` (the model's, or `Method.cache_layers`).
+
+        `fixed`: attention reads all columns at every step, so that no shape depends on how long the sequences are.
+        """
+        shape = (layers or model.n_layer, slots, model.kv_heads, capacity + 1, model.width)
+        # The last column is where padding is written to; nobody reads it.
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
-        self.valid = like.new_zeros((layers, batch, capacity), dtype=torch.bool)
-        self.seen = like.new_zeros(batch, dtype=torch.long)
-        """Real tokens so far, per sequence: the position of the next one."""
+        self.valid = like.new_zeros((shape[0], slots, capacity + 1), dtype=torch.bool)
+        self.lengths = like.new_zeros(slots, dtype=torch.long)
+        """Tokens of each sequence: the position of its next one."""
         self.longest = 0
-        """The largest of `seen`, known without asking the device."""
-        self.own: dict[int, Tensor] = {}
-        """What a method has to remember of the tokens so far beside keys and values, by layer."""
-        self.length = 0
-        """Columns filled so far, padding included."""
+        """The largest of `lengths`, or more in a `fixed` cache: known without asking the device."""
+        self.capacity, self.fixed = capacity, fixed
+        self.states: dict[int, Tensor] = {}
+        """What a method has to remember of the tokens so far beside keys and values, by layer: `[slots, ...]`."""
+        self.slots: Tensor | None = None
+        """Which slots this view is of; None: all of them, in order."""
+        self._whole = self
 
-    def append(self, layer: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Store `[batch, head, new, width]` after the columns seen so far; return all keys, values and validity."""
-        new = slice(self.length, self.length + keys.shape[2])
-        if new.stop > self.keys.shape[3]:
-            raise UserError(f"the cache holds {self.keys.shape[3]} tokens, {new.stop} were given; make it larger")
-        self.keys[layer, :, :, new], self.values[layer, :, :, new] = keys, values
-        self.valid[layer, :, new] = True if valid is None else valid
-        return (
-            self.keys[layer, :, :, : new.stop],
-            self.values[layer, :, :, : new.stop],
-            self.valid[layer, :, : new.stop],
-        )
+    def of(self, slots: Sequence[int]) -> "KVCache":
+        """A view of some slots, in that order, as a batch of its own; what is written to it is written here."""
+        view = object.__new__(KVCache)
+        vars(view).update(vars(self._whole))
+        view.slots = self._index(slots)
+        return view
 
-    def advance(self, tokens: int, valid: Tensor | None) -> None:
-        """Called once per pass, after every layer has appended."""
-        self.length += tokens
-        self.seen = self.seen + (tokens if valid is None else valid.sum(1))
-        self.longest = self.longest + tokens if valid is None else int(self.seen.max())
+    def free(self, slots: Sequence[int]) -> None:
+        """Forget these sequences; their slots are as new."""
+        whole, which = self._whole, self._index(slots)
+        whole.lengths[which] = 0
+        whole.valid[:, which] = False
+        for buffer in (whole.keys, whole.values):  # hidden ones count 0 times, but 0 times NaN is NaN
+            buffer[:, which] = 0
+        for state in whole.states.values():
+            state[which] = 0
+        whole.longest = int(whole.lengths.max())
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths if self.slots is None else self.slots)
+
+    def seen(self) -> Tensor:
+        """`[batch]`: tokens of each sequence so far."""
+        return self._rows(self.lengths)
+
+    def needed(self, time: int, valid: Tensor | None, room: int) -> int:
+        """Tokens of the longest sequence after `time` columns more, of which `valid` are real; if `fixed`, at most.
+
+        Where lengths differ that is asked of the device; in a `fixed` cache only if there may be no `room`.
+        """
+        at_most = self._whole.longest + time
+        known = valid is None and self.slots is None and not self.fixed
+        if known or (self.fixed and at_most <= room):
+            return at_most
+        return int((self.seen() + (time if valid is None else valid.sum(1))).max())
+
+    def append(
+        self, layer: int, keys: Tensor, values: Tensor, columns: Tensor, leaving: Tensor | None, window: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Store `[batch, kv head, new, width]` at `columns`; return the first `window` of what is there.
+
+        leaving: `[batch, new]`, which of the tokens others may see; None: all.
+        """
+        row = self._batch(len(keys))[:, None]
+        # Unlike a slice, an index takes no other dtype: under autocast keys have one of their own.
+        self.keys[layer][row, :, columns] = keys.transpose(1, 2).to(self.keys.dtype)
+        self.values[layer][row, :, columns] = values.transpose(1, 2).to(self.values.dtype)
+        self.valid[layer][row, columns] = torch.ones_like(columns, dtype=torch.bool) if leaving is None else leaving
+        k, v, seen = (self._rows(buffer[layer]) for buffer in (self.keys, self.values, self.valid))
+        return k[:, :, :window], v[:, :, :window], seen[:, :window]
+
+    def advance(self, time: int, valid: Tensor | None, needed: int) -> None:
+        """Called once per pass, after every layer has appended; `needed` is what `needed` said before."""
+        new = torch.full_like(self.seen(), time) if valid is None else valid.sum(1)
+        self.lengths.index_add_(0, self._batch(len(new)), new)
+        self._whole.longest = needed if self.slots is None else max(self._whole.longest, needed)
+
+    def state(self, layer: int, *, like: Tensor) -> Tensor:
+        """What was remembered for the batch, `[batch, ...]`; at first zeros, `like` one sequence's."""
+        states = self._whole.states
+        if layer not in states:
+            states[layer] = torch.zeros((len(self.lengths), *like.shape), dtype=like.dtype, device=like.device)
+        return self._rows(states[layer])
+
+    def remember(self, layer: int, value: Tensor) -> None:
+        self._whole.states[layer][self._batch(len(value))] = value
+
+    def _batch(self, count: int) -> Tensor:
+        return torch.arange(count, device=self.lengths.device) if self.slots is None else self.slots
+
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        return torch.tensor(list(slots), dtype=torch.long, device=self.lengths.device)
+
+    def _rows(self, buffer: Tensor) -> Tensor:
+        return buffer if self.slots is None else buffer[self.slots]

@@ -11,7 +11,7 @@ import tyro
 import tokendepth
 from tokendepth.arguments import check_names, checked
 from tokendepth.commands import COMMANDS
-from tokendepth.errors import Interrupted, SaidElsewhere, UserError, is_out_of_memory
+from tokendepth.errors import Interrupted, ReportedByOtherRank, UserError, is_out_of_memory
 
 COMPLETION = "--tyro-print-completion"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         parse(arguments)()
-    except SaidElsewhere:
+    except ReportedByOtherRank:
         sys.exit(2)
     except UserError as error:
         _refuse(str(error))

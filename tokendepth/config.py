@@ -7,6 +7,7 @@ a wrong one raises `UserError`.
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -28,11 +29,15 @@ from tokendepth.method_configs import SwitchConfig as SwitchConfig
 from tokendepth.method_configs import TSAConfig as TSAConfig
 from tokendepth.method_configs import check_budget as check_budget
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2: kinds of layers in the model, tokens that are not characters or bytes. All earlier ones are read."""
 
 CORPORA = ("stdlib", "shakespeare", "enwik8", "copy", "sort")
 SYNTHETIC_CORPORA = ("copy", "sort")
 DEFAULT_SOURCE_LENGTH = 20
+TOKENS = ("char", "byte", "bpe:N", "tokenizer:PATH")
+SMALLEST_BPE = 256  # the alphabet: one token for each byte
+LARGEST_BPE = 1_000_000
 LARGEST_SEED = 2**31 - 1
 
 
@@ -40,8 +45,8 @@ LARGEST_SEED = 2**31 - 1
 class DataConfig:
     corpus: str = "stdlib"
     """stdlib, shakespeare, enwik8, text:PATH (any UTF-8 file of yours), copy or sort."""
-    tokens: Literal["char", "byte"] = "char"
-    """What one token is. Bytes take any file; characters need UTF-8."""
+    tokens: str = "char"
+    """What one token is: char, byte (of any file), bpe:N (trained on the corpus) or tokenizer:PATH (tokenizer.json)."""
     source_length: int | None = None
     """Length of the source sequence; copy and sort only (there 20 unless set)."""
 
@@ -60,12 +65,43 @@ class DataConfig:
             expected = "no value, since only copy and sort have a source length"
             check(self.synthetic, "data.source_length", self.source_length, expected)
             check_range("data.source_length", self.source_length, 3, 10_000)
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        kind, colon, value = self.tokens.partition(":")
+        if self.tokens not in ("char", "byte") and not (colon and kind in ("bpe", "tokenizer")):
+            hint = did_you_mean(self.tokens, TOKENS)
+            if self.tokens.endswith(".json"):
+                hint = f"a tokenizer of yours is named 'tokenizer:{printable(self.tokens)}'"
+            raise UserError(f"data.tokens is {self.tokens!r}: no such tokens; {hint} (set it with --data.tokens)")
+        if kind == "bpe":
+            digits = re.fullmatch("0|[1-9][0-9]*", value)
+            check(digits is not None, "data.tokens", self.tokens, "a whole number after the colon, as in bpe:8192")
+            size = int(value[:9])  # enough to tell; Python refuses to convert thousands of digits
+            expected = f"{SMALLEST_BPE} tokens or more, since each of the {SMALLEST_BPE} bytes is one"
+            check(size >= SMALLEST_BPE, "data.tokens", self.tokens, expected)
+            check(size <= LARGEST_BPE, "data.tokens", self.tokens, f"{LARGEST_BPE:,} tokens or fewer")
+        if kind == "tokenizer" and not value:
+            raise UserError(
+                "data.tokens is 'tokenizer:'; expected a path after the colon; set it with --data.tokens tokenizer:PATH"
+            )
         if self.synthetic:
             check(self.tokens == "char", "data.tokens", self.tokens, f"'char', since {self.corpus} has its own tokens")
 
     @property
     def synthetic(self) -> bool:
         return self.corpus in SYNTHETIC_CORPORA
+
+    @property
+    def token_kind(self) -> str:
+        """char, byte, bpe or tokenizer."""
+        return self.tokens.partition(":")[0]
+
+    @property
+    def bpe_size(self) -> int:
+        """N of bpe:N."""
+        assert self.token_kind == "bpe"
+        return int(self.tokens.removeprefix("bpe:"))
 
 
 @dataclass(frozen=True)
@@ -75,15 +111,47 @@ class ModelConfig:
     n_layer: int = 6
     """Number of transformer blocks, the stem included."""
     n_head: int = 8
-    """Attention heads; must divide d_model."""
+    """Attention heads (query heads); must divide d_model unless head_width is set."""
     d_ff: int = 1024
     """Hidden width of the feed-forward network."""
     context: int = 128
-    """Longest sequence: the number of learned positions."""
+    """Longest sequence; with learned positions, how many there are."""
     dropout: float = 0.1
     """Dropout on embeddings, attention weights and both residual updates while training."""
     vocab_size: int = 0
     """Number of tokens; 0 takes it from the corpus."""
+    norm: Literal["layer", "rms"] = "layer"
+    """LayerNorm (mean, variance, scale and shift) or RMSNorm (scale alone)."""
+    norm_eps: float = 1e-5
+    """Added to the variance before the root is taken."""
+    positions: Literal["learned", "rotary"] = "learned"
+    """learned adds a vector per position to the embedding; rotary turns queries and keys."""
+    rope_base: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """How rotary frequencies are stretched for a longer context than the model was first trained on."""
+    rope_factor: float = 1.0
+    """How many times longer; of rope_scaling."""
+    rope_original_context: int = 0
+    """The context before it was stretched; of llama3 and yarn."""
+    rope_low: float = 1.0
+    """Turns within the original context up to which a frequency is stretched in full; of llama3 and yarn."""
+    rope_high: float = 0.0
+    """Turns from which it is left alone; of llama3 (4 unless set) and yarn (32 unless set)."""
+    n_kv_head: int = 0
+    """Heads of keys and values, each shared by a group of query heads; 0 gives every query head its own."""
+    head_width: int = 0
+    """Width of a head; 0 is d_model / n_head."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Which attention projections have a bias: none, queries, keys and values, or the output projection too."""
+    qk_norm: bool = False
+    """RMSNorm on every query and key before they meet."""
+    ffn: Literal["gelu", "swiglu", "geglu"] = "gelu"
+    """Feed-forward network: two layers with GELU, or gated by SiLU (SwiGLU) or GELU (GeGLU)."""
+    ffn_bias: bool = True
+    """Whether its linear layers have a bias."""
+    tie_head: bool = True
+    """Whether the output head is the token embedding, or a matrix of its own."""
 
     def __post_init__(self) -> None:
         check_types(self, "model")
@@ -92,11 +160,49 @@ class ModelConfig:
         check_range("model.n_layer", self.n_layer, 1, 1000)  # each is an object, even where it holds no numbers
         check_range("model.vocab_size", self.vocab_size, 0, 10_000_000)
         check_range("model.dropout", self.dropout, 0, 1, below=True)
-        if self.d_model % self.n_head:
+        check_range("model.head_width", self.head_width, 0, 1_000_000)
+        if self.d_model % self.n_head and not self.head_width:
             raise UserError(
                 f"model.d_model is {self.d_model}; expected a multiple of model.n_head ({self.n_head}); "
                 "set --model.d-model or --model.n-head"
             )
+        divides = 0 <= self.n_kv_head <= self.n_head and self.n_head % (self.n_kv_head or 1) == 0
+        expected = f"0, or a divisor of model.n_head ({self.n_head})"
+        check(divides, "model.n_kv_head", self.n_kv_head, expected)
+        check(0 < self.norm_eps < 1, "model.norm_eps", self.norm_eps, "a number above 0 and below 1")
+        self._check_positions()
+
+    def _check_positions(self) -> None:
+        check(1 < self.rope_base <= 1e12, "model.rope_base", self.rope_base, "a number above 1 and up to 1e+12")
+        check_range("model.rope_factor", self.rope_factor, 1, 1_000_000)
+        check_range("model.rope_original_context", self.rope_original_context, 0, 100_000_000)
+        if self.positions == "learned":
+            expected = "none, since learned positions are not stretched"
+            check(self.rope_scaling == "none", "model.rope_scaling", self.rope_scaling, expected)
+            return
+        if self.width % 2:
+            raise UserError(
+                f"model.head_width is {self.width}, an odd number; expected an even one, since rotary positions turn "
+                "pairs; set it with --model.head-width or --model.n-head"
+            )
+        if self.rope_scaling == "none":
+            expected = "1, since model.rope_scaling is none"
+            check(self.rope_factor == 1, "model.rope_factor", self.rope_factor, expected)
+        if self.rope_scaling in ("llama3", "yarn"):
+            expected = f"the context before stretching, since rope_scaling is {self.rope_scaling}"
+            check(self.rope_original_context > 0, "model.rope_original_context", self.rope_original_context, expected)
+            check_range("model.rope_high", self.rope_high, 0, 1_000_000)
+            high = self.rope_high or {"llama3": 4.0, "yarn": 32.0}[self.rope_scaling]
+            check(0 < self.rope_low < high, "model.rope_low", self.rope_low, f"a number above 0 and below {high:g}")
+
+    @property
+    def width(self) -> int:
+        """Of one attention head."""
+        return self.head_width or self.d_model // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
 
 
 @dataclass(frozen=True)
@@ -106,7 +212,8 @@ class TrainConfig:
     batch_size: int = 64
     """Sequences per optimiser step, over all ranks and accumulation."""
     accumulate: int = 1
-    """Micro-batches per optimiser step; without dropout the result does not depend on it, but for rounding."""
+    """Micro-batches per optimiser step. Without dropout the result does not depend on it, but for rounding, unless the
+    method takes a statistic over each micro-batch (budget, switch, mor with token choice): the training log says so."""
     lr: float = 3e-4
     """Peak learning rate; falls to a tenth of it along a cosine."""
     weight_decay: float = 0.1
@@ -157,8 +264,7 @@ class RunConfig:
             needed = 2 * (self.data.source_length or DEFAULT_SOURCE_LENGTH) + 2
             expected = f"at least {needed}, the length of one {self.data.corpus} example"
             check(self.model.context >= needed, "model.context", self.model.context, expected)
-        if isinstance(self.method, MoRConfig):
-            self.method.check_layers(self.model.n_layer)
+        self.method.check_model(self.model)
 
 
 # --- strict JSON ------------------------------------------------------------------------------------------------------

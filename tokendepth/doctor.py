@@ -11,10 +11,10 @@ import torch
 
 from tokendepth.config import ModelConfig, RunConfig, TSAConfig
 from tokendepth.errors import UserError
-from tokendepth.files import write_json
-from tokendepth.machine import choose_device, describe_device
 from tokendepth.methods import build
-from tokendepth.runs import Run
+from tokendepth.runs.files import write_json
+from tokendepth.runs.machine import choose_device, describe_device
+from tokendepth.runs.run import Run
 
 EXTRAS = {"report": ("matplotlib", "jinja2"), "tensorboard": ("tensorboard",), "kernels": ("triton",)}
 

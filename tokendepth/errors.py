@@ -13,7 +13,7 @@ class UserError(ValueError):
     """
 
 
-class SaidElsewhere(UserError):
+class ReportedByOtherRank(UserError):
     """Another rank of the same training refuses too, and says why."""
 
     def __init__(self) -> None:

@@ -1,18 +1,32 @@
 """The knobs of each method, in a class of its own: another method's flag is an error. Standard library only."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tokendepth.checks import check, check_range, check_types
 
+if TYPE_CHECKING:
+    from tokendepth.config import ModelConfig
+
 
 @dataclass(frozen=True)
-class DenseConfig:
+class MethodConfig:
+    """What every method's config is; a new one is a frozen dataclass here and an entry of METHOD_CONFIGS."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "method")
+
+    def check_model(self, model: "ModelConfig") -> None:
+        """A UserError where this method cannot be put on that model."""
+
+
+@dataclass(frozen=True)
+class DenseConfig(MethodConfig):
     """The fixed-depth baseline: every token passes every block. It has no knobs."""
 
 
 @dataclass(frozen=True)
-class TSAConfig:
+class TSAConfig(MethodConfig):
     """Token-Selective Attention: a learned gate per token and block."""
 
     depth_penalty: float = 0.001
@@ -23,14 +37,14 @@ class TSAConfig:
     """What sparse execution skips: block = Q, attention rows, output projection, FFN; ffn = the FFN (the paper)."""
 
     def __post_init__(self) -> None:
-        check_types(self, "method")
+        super().__post_init__()
         check_range("method.depth_penalty", self.depth_penalty, 0, 1000)
         check_range("method.threshold", self.threshold, 0, 1)
 
 
 @dataclass(frozen=True)
-class BudgetConfig:
-    """Budget routing: name the share of tokens that the blocks work on; training holds it, execution keeps it."""
+class BudgetConfig(MethodConfig):
+    """Budget routing: name the share of tokens that the blocks work on; training holds it in every micro-batch."""
 
     budget: float = 0.4
     """Share of the tokens that are active in the routed blocks, above 0 and up to 1."""
@@ -42,13 +56,13 @@ class BudgetConfig:
     """random throws dice instead of asking a router: the control."""
 
     def __post_init__(self) -> None:
-        check_types(self, "method")
+        super().__post_init__()
         check_budget("method.budget", self.budget)
         check_range("method.distill", self.distill, 0, 1000)
 
 
 @dataclass(frozen=True)
-class MoDConfig:
+class MoDConfig(MethodConfig):
     """Mixture-of-Depths: every other block works on the tokens of highest router weight, the others pass by."""
 
     capacity: float = 0.125
@@ -61,7 +75,7 @@ class MoDConfig:
     """Weight of the cross-entropy that teaches the decision, above 0."""
 
     def __post_init__(self) -> None:
-        check_types(self, "method")
+        super().__post_init__()
         check_budget("method.capacity", self.capacity)
         check_range("method.every", self.every, 1, 1_000_000)
         check_positive("method.decision_loss", self.decision_loss)
@@ -74,7 +88,7 @@ HALTING_THRESHOLDS = (0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.92, 0.9, 0.85, 0.8, 
 
 
 @dataclass(frozen=True)
-class EarlyExitConfig:
+class EarlyExitConfig(MethodConfig):
     """Early exit: a token leaves after the first block whose answer is good enough."""
 
     exit: Literal["confidence", "learned"] = "confidence"
@@ -91,7 +105,7 @@ class EarlyExitConfig:
     """Alpha: weight of the loss of learned exits, above 0."""
 
     def __post_init__(self) -> None:
-        check_types(self, "method")
+        super().__post_init__()
         if self.threshold is not None:
             expected = "a number above 0 and below 1"
             check(0 < self.threshold < 1, "method.threshold", self.threshold, expected)
@@ -101,7 +115,7 @@ class EarlyExitConfig:
 
 
 @dataclass(frozen=True)
-class SwitchConfig:
+class SwitchConfig(MethodConfig):
     """Switch: every other feed-forward network is several experts; each token takes one while there is room."""
 
     experts: int = 4
@@ -118,7 +132,7 @@ class SwitchConfig:
     """While training, the router's input is multiplied by random numbers this close to 1."""
 
     def __post_init__(self) -> None:
-        check_types(self, "method")
+        super().__post_init__()
         check_range("method.experts", self.experts, 2, 1024)
         check_positive("method.capacity_factor", self.capacity_factor)
         check_range("method.every", self.every, 1, 1_000_000)
@@ -128,7 +142,7 @@ class SwitchConfig:
 
 
 @dataclass(frozen=True)
-class ACTConfig:
+class ACTConfig(MethodConfig):
     """Adaptive computation time: one shared block, applied to each token until its halting unit has had enough."""
 
     max_steps: int | None = None
@@ -139,7 +153,7 @@ class ACTConfig:
     """Tau: the price of a step."""
 
     def __post_init__(self) -> None:
-        check_types(self, "method")
+        super().__post_init__()
         if self.max_steps is not None:
             check_range("method.max_steps", self.max_steps, 1, 1000)
         check(0 < self.epsilon < 1, "method.epsilon", self.epsilon, "a number above 0 and below 1")
@@ -147,7 +161,7 @@ class ACTConfig:
 
 
 @dataclass(frozen=True)
-class MoRConfig:
+class MoRConfig(MethodConfig):
     """Mixture-of-Recursions: between the first and the last layer a shared block recurs, for fewer tokens each time."""
 
     recursions: int = 2
@@ -166,21 +180,22 @@ class MoRConfig:
     """Weight of the loss that keeps token choice's logits small."""
 
     def __post_init__(self) -> None:
-        check_types(self, "method")
+        super().__post_init__()
         check_range("method.recursions", self.recursions, 2, 1000)
         check_positive("method.alpha", self.alpha)
         check_positive("method.decision_loss", self.decision_loss)
         check_range("method.balance_loss", self.balance_loss, 0, 1000)
         check_range("method.z_loss", self.z_loss, 0, 1000)
 
-    def check_layers(self, n_layer: int) -> None:
+    def check_model(self, model: "ModelConfig") -> None:
+        n_layer = model.n_layer
         fits = n_layer > 2 and (n_layer - 2) % self.recursions == 0
         expected = f"2 and a multiple of method.recursions ({self.recursions}), such as {2 + 2 * self.recursions}"
         check(fits, "model.n_layer", n_layer, expected)
 
 
 @dataclass(frozen=True)
-class ITTConfig:
+class ITTConfig(MethodConfig):
     """Inner Thinking: every other layer is applied again to the tokens that need more of it."""
 
     steps: int = 4
@@ -195,7 +210,7 @@ class ITTConfig:
     """Weight of the cross-entropy that teaches the decision, above 0."""
 
     def __post_init__(self) -> None:
-        check_types(self, "method")
+        super().__post_init__()
         check_range("method.steps", self.steps, 2, 1000)
         check_budget("method.capacity", self.capacity)
         check_range("method.every", self.every, 1, 1_000_000)
@@ -221,17 +236,6 @@ METHOD_CONFIGS: dict[str, type] = {
     "mor": MoRConfig,
     "itt": ITTConfig,
 }
-MethodConfig = (
-    DenseConfig
-    | TSAConfig
-    | BudgetConfig
-    | MoDConfig
-    | EarlyExitConfig
-    | SwitchConfig
-    | ACTConfig
-    | MoRConfig
-    | ITTConfig
-)
 
 
 def method_name(config: MethodConfig) -> str:

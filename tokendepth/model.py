@@ -1,14 +1,13 @@
 """The pre-norm decoder-only transformer that every method is built from, and the language model around it.
 
-To the digit the paper's: attention projections without bias, feed-forward with, GELU, affine norms, learned positions,
-output head tied to the token embedding. Residual projections start at N(0, 0.02 / sqrt(2 L)), embeddings at N(0, 0.02).
+With a `ModelConfig` as it is by default this matches the paper exactly: attention projections without bias,
+feed-forward with, GELU, LayerNorm, learned positions, output head tied to the token embedding. Residual projections
+start at N(0, 0.02 / sqrt(2 L)), embeddings at N(0, 0.02), all else as PyTorch starts it.
 """
 
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,64 +15,27 @@ from torch import Tensor, nn
 
 from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig
+from tokendepth.context import Context, Rows, forced
 from tokendepth.errors import UserError
-from tokendepth.ops import chosen_rows
-from tokendepth.ops.active_block import BlockWeights, active_block, fits_tiles
-from tokendepth.ops.backend import LOW_PRECISION
-from tokendepth.ops.chosen_block import chosen_block, everybodys_block, saves_kernels
-from tokendepth.ops.chosen_rows import ChosenRows
-from tokendepth.ops.compact import compact, put, take
-from tokendepth.ops.enter_block import Entered, RouterWeights, enter_block
+from tokendepth.layers.attention import Attention, Keys
+from tokendepth.layers.ffn import FeedForward, make_ffn
+from tokendepth.layers.norm import make_norm, norm_weights, without_scale
+from tokendepth.layers.positions import make_positions
+from tokendepth.layers.routers import Router
+from tokendepth.ops.block_inputs import Threshold, block_inputs
+from tokendepth.ops.decide import decide
 from tokendepth.ops.gated_add import gated_add
-from tokendepth.ops.sparse_attention import sparse_attention
+from tokendepth.ops.launch import LOW_PRECISION
+from tokendepth.ops.rows import ChosenRows, product_of_rows
+from tokendepth.ops.sparse_block import BlockParts, BlockWeights, has_kernel, launch_bound, sparse_block
 from tokendepth.trace import DepthTrace, Execution, Site
 
 if TYPE_CHECKING:
     from tokendepth.methods.base import Method
 
 
-def forced(decisions: Tensor) -> Tensor:
-    """Decisions as thresholds beyond any finite score: a router whose answer nobody needed would be compiled away."""
-    return torch.where(decisions, -math.inf, math.inf)
-
-
 @dataclass(frozen=True)
-class Pass:
-    """How one forward pass is to run; the same for every layer of it."""
-
-    execution: Execution = "soft"
-    cache: KVCache | None = None
-    valid: Tensor | None = None
-    """`[batch, time]`, False at (left) padding."""
-    decisions: Tensor | None = None
-    """`[routed site, batch, time]` bool, True = active: taken instead of the router's own, under hard and sparse."""
-    targets: Tensor | None = None
-    """`[batch, time]` next tokens while training, for methods with losses of their own on what they predict."""
-    readout: Callable[[Tensor], Tensor] | None = None
-    """Hidden states to logits: final norm and tied head."""
-    layer: int | None = None
-    """Which of the cache's layers an application of a shared block is; none for a block of its own."""
-    given_thresholds: Tensor | None = None
-    """`[routed site]`, or `[routed site, batch, time]`: taken instead of the routers' own."""
-
-    def thresholds(self, own: Sequence[Tensor | float]) -> Sequence[Tensor | float]:
-        """What scores must exceed: what is given, else each router's own."""
-        given = self.given_thresholds if self.decisions is None else forced(self.decisions)
-        return own if given is None else given.unbind()
-
-    def keys(self, time: int) -> int:
-        """How many keys a row of attention is as wide as."""
-        return time + (self.cache.length if self.cache else 0)
-
-    def longest(self, time: int) -> int:
-        """Tokens of the longest sequence after this pass; padding takes no room."""
-        if self.valid is not None:
-            time = int(self.valid.sum(1).max())
-        return time + (self.cache.longest if self.cache else 0)
-
-
-@dataclass(frozen=True)
-class Spent:
+class MethodOutput:
     """What a method returns: the hidden states, where depth went, and losses to be added to the task's."""
 
     hidden: Tensor
@@ -83,243 +45,110 @@ class Spent:
     """What `hidden` reads out as, where the method had to know."""
 
 
-KeysValues = tuple[Tensor, Tensor, Tensor | None]
-"""`[batch, head, keys, width]` twice, and which of them may be seen `[batch, keys]` (none: all)."""
-
-
-def _initialise_residual(projection: nn.Linear, n_layer: int) -> None:
-    nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * n_layer))
-
-
-class Attention(nn.Module):
-    def __init__(self, model: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.layer, self.n_head, self.dropout = layer, model.n_head, model.dropout
-        self.qkv = nn.Linear(model.d_model, 3 * model.d_model, bias=False)
-        self.out = nn.Linear(model.d_model, model.d_model, bias=False)
-        _initialise_residual(self.out, model.n_layer)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """`[..., time, d] -> [..., head, time, width]`"""
-        return x.unflatten(-1, (self.n_head, -1)).transpose(-3, -2)
-
-    def keys_values(self, x: Tensor, run: Pass) -> KeysValues:
-        """What every token leaves behind, for rows that are asked later."""
-        return self.remember(F.linear(x, self._weights()[1]), run)
-
-    def remember(self, both: Tensor, run: Pass) -> KeysValues:
-        """The same, of keys and values side by side: `[batch, time, 2 d]`."""
-        k, v = (self._heads(part) for part in both.chunk(2, dim=-1))
-        return self._remember(k, v, run)
-
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        """Those of the queries, and those of keys and values."""
-        d = self.out.out_features
-        w_q, w_kv = self.qkv.weight.split([d, 2 * d])
-        return w_q, w_kv
-
-    def _remember(self, k: Tensor, v: Tensor, run: Pass) -> KeysValues:
-        if run.cache is None:
-            return k, v, run.valid
-        return run.cache.append(self.layer if run.layer is None else run.layer, k, v, run.valid)
-
-    def forward(self, x: Tensor, run: Pass) -> Tensor:
-        """Every row: `[batch, time, d] -> [batch, time, d]`."""
-        return self.out(self.attended(x, run))
-
-    def attended(self, x: Tensor, run: Pass) -> Tensor:
-        """What the heads gathered for every token, before the output projection."""
-        q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
-        return self._attended(q, self._remember(k, v, run))
-
-    def _attended(self, q: Tensor, kept: KeysValues) -> Tensor:
-        k, v, key_valid = kept
-        mask = None if key_valid is None else _causal_mask(q.shape[2], key_valid)
-        dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None).transpose(1, 2).flatten(2)
-
-    def for_rows(self, x: Tensor, run: Pass, rows: ChosenRows) -> Tensor:
-        """While training: `[n, d]`, the rows of the chosen tokens, of `x` `[batch, time, d]`.
-
-        The others have no queries, but what would be gathered for them is: ragged rows have no library call with a
-        gradient.
-        """
-        queries = F.linear(chosen_rows.take(x.flatten(0, 1), rows), self._weights()[0])
-        q = self._heads(chosen_rows.spread(queries, rows).view(*x.shape[:2], -1))
-        attended = self._attended(q, self.keys_values(x, run))
-        return self.out(chosen_rows.take(attended.flatten(0, 1), rows))
-
-    def rows_with(self, x: Tensor, places: Tensor, kept: KeysValues) -> Tensor:
-        """Rows `[batch, rows, d]` that stand at `places` `[batch, rows]` among keys that are there already."""
-        k, v, key_valid = kept
-        q = self._heads(F.linear(x, self._weights()[0]))
-        place = torch.arange(k.shape[2], device=x.device)
-        seen = place <= places[..., None]
-        if key_valid is not None:
-            seen = seen & (key_valid[:, None] | (place == places[..., None]))
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, seen[:, None], dropout)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-    def active_rows_with(self, rows: Tensor, active: Tensor, kept: KeysValues) -> Tensor:
-        """As `rows_with`, for the tokens of `active`, packed: `[active tokens, d]`, in and out."""
-        q = F.linear(rows, self._weights()[0]).unflatten(-1, (self.n_head, -1))
-        k, v, key_valid = kept
-        return self.out(sparse_attention(q, k, v, active, key_valid).flatten(1))
-
-    def rows_among(self, rows: Tensor, active: Tensor, run: Pass) -> Tensor:
-        """`[active tokens, d]`, in and out: active tokens attend to active ones, and only they leave key and value."""
-        q, k, v = self.qkv(rows).unflatten(-1, (3, self.n_head, -1)).unbind(1)
-        k, v = (_spread(part, active).transpose(1, 2) for part in (k, v))
-        k, v, key_valid = self._remember(k, v, replace(run, valid=active))
-        return self.out(sparse_attention(q, k, v, active, key_valid).flatten(1))
-
-
-def _spread(rows: Tensor, active: Tensor) -> Tensor:
-    """`[active tokens, ...] -> [batch, time, ...]`, zero where no token is active."""
-    spread = rows.new_zeros(*active.shape, *rows.shape[1:])
-    spread[active] = rows
-    return spread
-
-
-def _causal_mask(time: int, key_valid: Tensor) -> Tensor:
-    """`[batch, 1, time, keys]`: earlier valid keys, and always a token's own, so that no row is empty."""
-    keys = key_valid.shape[1]
-    position = torch.arange(keys - time, keys, device=key_valid.device)[:, None]
-    key_position = torch.arange(keys, device=key_valid.device)
-    earlier, own = key_position <= position, key_position == position
-    return (earlier & key_valid[:, None, None, :]) | own
-
-
-class FeedForward(nn.Module):
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(model.d_model, model.d_ff)
-        self.down = nn.Linear(model.d_ff, model.d_model)
-        _initialise_residual(self.down, model.n_layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
 class Block(nn.Module):
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.norm_attention = nn.LayerNorm(model.d_model)
+        self.turns = model.positions == "rotary"
+        self.norm_attention = make_norm(model)
         self.attention = Attention(model, layer)
-        self.norm_ffn = nn.LayerNorm(model.d_model)
-        self.ffn = FeedForward(model)
+        self.norm_ffn = make_norm(model)
+        self.ffn = make_ffn(model)
         self.dropout = nn.Dropout(model.dropout)
 
-    def forward(self, h: Tensor, run: Pass, gate: Tensor | None = None) -> Tensor:
-        """Every token; `gate` `[batch, time]` scales both residual updates (eq. 3 and 4), none is the plain block."""
-        add = Tensor.add if gate is None else partial(gated_add, gate=gate)
-        h = add(h, self.dropout(self.attention(self.norm_attention(h), run)))
-        return add(h, self.dropout(self.ffn(self.norm_ffn(h))))
-
-    def forward_all(self, h: Tensor, run: Pass) -> Tensor:
-        """As `forward`. Under sparse execution by the kernels that skip, where those are faster: h is given away."""
-        if run.execution != "sparse" or not self.saves_kernels(h):
-            return self(h, run)
-        entered = self.enter(h)
-        k, v, key_valid = self.attention.remember(entered.both, run)
-        return everybodys_block(h, entered.x, k, v, self.active_weights(), key_valid)
-
-    def forward_rows(self, h: Tensor, run: Pass, rows: ChosenRows, gate: Tensor) -> Tensor:
-        """While training: as `forward` with a gate that is 0 but for `rows`, where it is `gate` `[n]`."""
-        updates = self.dropout(self.attention.for_rows(self.norm_attention(h), run, rows))
-        states = gated_add(chosen_rows.take(h.flatten(0, 1), rows), updates, gate)
-        states = gated_add(states, self.dropout(self.ffn(self.norm_ffn(states))), gate)
-        chosen = rows.chosen.view(*h.shape[:2], 1)
-        return torch.where(chosen, chosen_rows.spread(states, rows).view_as(h), h)
-
-    def enter(self, h: Tensor, router: RouterWeights | None = None) -> Entered:
-        """What `forward_active` needs of every token, and what the router says of them, in one pass over h."""
-        norm, (_, w_kv) = self.norm_attention, self.attention._weights()
-        return enter_block(h, norm.weight, norm.bias, w_kv, router)
-
-    def forward_active(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
-        """The block for the tokens of `active` `[batch, time]`; the others pass unchanged, costing K and V.
-
-        Without a gradient h may be changed in place: it is the caller's to give away.
-        """
-        entered = self.enter(h)
-        k, v, key_valid = self.attention.remember(entered.both, run)
-        return active_block(h, entered.x, k, v, active, self.active_weights(), key_valid=key_valid)
-
-    def forward_chosen(
+    def forward(
         self,
         h: Tensor,
-        run: Pass,
-        entered: Entered,
-        logit: Tensor,
-        threshold: Tensor | float,
-        *,
-        inclusive: bool = False,
-        halt: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As `forward_active`, for those whose score, `-logit`, is above the threshold (`inclusive`: or at it).
+        ctx: Context,
+        rows: Rows | None = None,
+        keys: Literal["all", "active"] | Keys = "all",
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """`[batch, time, d]`: h with the tokens of `rows` (none: every token) taken through the block.
 
-        `entered` is what `enter` made of h, which was needed to decide. `halt` `[batch, time]` scales the updates of
-        who is active by `sigmoid(-halt)`; none is the plain block. Returns who is active, too.
+        keys: whose keys and values they attend over, everybody's, those of the active tokens alone, or given ones;
+        only in the first two cases do tokens leave keys behind. gate: `[batch, time]`, scales both residual updates
+        (eq. 3 and 4). Under sparse execution nothing else is computed, and without a gradient it may overwrite h.
         """
-        k, v, key_valid = self.attention.remember(entered.both, run)
-        weights = self.active_weights()
-        return chosen_block(
-            h, entered.x, k, v, logit, threshold, weights, halt, run.valid, key_valid, inclusive=inclusive
+        if rows is not None and rows.chosen is not None:
+            return self._train_chosen(h, ctx, rows.chosen, gate)
+        if ctx.execution == "sparse" and (rows is not None or self.launch_bound(h)):
+            return self._skip(h, ctx, rows, keys, gate)
+        given = keys if isinstance(keys, Keys) else None
+        leaving = rows.active if rows is not None and keys == "active" else None
+        add = Tensor.add if gate is None else partial(gated_add, gate=gate)
+        new = add(h, self.dropout(self.attention(self.norm_attention(h), ctx, given, leaving)))
+        new = add(new, self.dropout(self.ffn(self.norm_ffn(new))))
+        return new if rows is None else torch.where(rows.active[..., None], new, h)
+
+    def _skip(self, h: Tensor, ctx: Context, rows: Rows | None, keys: str | Keys, gate: Tensor | None) -> Tensor:
+        attention, inputs, made = self.attention, rows and rows.inputs, rows and rows.decision and rows.decision.listed
+        if isinstance(keys, Keys):
+            x = self.norm_attention(h)
+        elif keys == "active" and rows is not None:
+            made, x = rows.listed(h), self.norm_attention(h)
+            kv = product_of_rows(x, *attention.kv_weights(), rows.active, made)
+            keys = attention.keys(kv, ctx, leaving=rows.active)
+        else:
+            inputs = inputs or block_inputs(h, norm_weights(self.norm_attention), *attention.kv_weights())
+            x, keys = inputs.x, attention.keys(inputs.kv, ctx)
+        active = None if rows is None else rows.active
+        return sparse_block(
+            h, x, keys.k, keys.v, active, self.parts(), gate, keys.seen, ctx.columns, made, ctx.rotation
         )
 
-    def saves_kernels(self, h: Tensor) -> bool:
-        """Whether kernels take everybody's block without a list of who is active."""
-        return saves_kernels(h, self.active_weights(), self.attention.n_head)
+    def _train_chosen(self, h: Tensor, ctx: Context, rows: ChosenRows, gate: Tensor | None) -> Tensor:
+        flat = h.flatten(0, 1)
+        add = Tensor.add if gate is None else partial(gated_add, gate=rows.take(gate.flatten()))
+        updates = self.dropout(self.attention.for_rows(self.norm_attention(h), ctx, rows))
+        states = add(rows.take(flat), updates)
+        states = add(states, self.dropout(self.ffn(self.norm_ffn(states))))
+        return torch.where(rows.chosen.view(*h.shape[:2], 1), rows.spread(states).view_as(h), h)
 
-    def active_weights(self) -> BlockWeights:
-        norm, ffn, attention = self.norm_ffn, self.ffn, self.attention
-        query, _ = attention._weights()
-        feed_forward = (ffn.up.weight, ffn.up.bias, ffn.down.weight, ffn.down.bias)
-        return BlockWeights(query, attention.out.weight, norm.weight, norm.bias, *feed_forward)
+    def decide(
+        self,
+        h: Tensor,
+        ctx: Context,
+        router: Router,
+        threshold: Tensor | float,
+        *,
+        normed: bool = False,
+        inclusive: bool = False,
+    ) -> Rows:
+        """The tokens whose score, minus the router's logit, is above the threshold (`inclusive`: or at it).
 
-    def forward_active_ffn(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
-        """The paper's sparse mode: attention for every token, its update masked; the feed-forward for active ones."""
-        h = gated_add(h, self.attention(self.norm_attention(h), run), active)
-        rows = compact(active)
-        states = take(h, rows)
-        return put(h, rows, states + self.ffn(self.norm_ffn(states)))
-
-    def forward_among(self, h: Tensor, run: Pass, active: Tensor) -> Tensor:
-        """The block as if the tokens of `active` were all there is; the others pass unchanged and leave no key behind.
-
-        Under sparse execution nothing is computed for the others, else what is computed for them is thrown away.
+        `normed`: the router reads what the block's first norm makes of the state, before scale and shift.
         """
-        if run.execution != "sparse":
-            return torch.where(active[..., None], self(h, replace(run, valid=active)), h)
-        rows = compact(active)
-        states = take(h, rows)
-        states = states + self.attention.rows_among(self.norm_attention(states), active, run)
-        return put(h, rows, states + self.ffn(self.norm_ffn(states)))
+        limit = Threshold(threshold, ctx.valid, inclusive)
+        if ctx.execution == "sparse":  # the block's inputs and the router read the same states: one pass over them
+            norm, projection = norm_weights(self.norm_attention), self.attention.kv_weights()
+            inputs = block_inputs(h, norm, *projection, router.weights(normed=normed), limit)
+            assert inputs.decision is not None
+            return Rows(inputs.decision.active, inputs.decision, inputs)
+        logit = router(without_scale(self.norm_attention, h) if normed else h)
+        decision = decide(logit, threshold, ctx.valid, inclusive=inclusive)
+        return Rows(decision.active, decision)
 
-    def forward_with(self, h: Tensor, run: Pass, active: Tensor, kept: KeysValues) -> Tensor:
-        """The block for the tokens of `active` among keys and values that are there already: nobody leaves new ones."""
-        if run.execution != "sparse":
-            keys, time = kept[0].shape[2], h.shape[1]
-            places = torch.arange(keys - time, keys, device=h.device).expand(len(h), -1)
-            return torch.where(active[..., None], self.rows_with(h, places, kept), h)
-        rows = compact(active)
-        states = take(h, rows)
-        states = states + self.attention.active_rows_with(self.norm_attention(states), active, kept)
-        return put(h, rows, states + self.ffn(self.norm_ffn(states)))
+    def launch_bound(self, h: Tensor) -> bool:
+        """Whether kernels take everybody's block faster than the library does."""
+        return launch_bound(h, self.kernel_weights(), self.attention.n_head)
 
-    def rows_with(self, rows: Tensor, places: Tensor, kept: KeysValues) -> Tensor:
-        """`[batch, rows, d]`: the block for tokens at `places` among keys and values that are there already."""
-        rows = rows + self.dropout(self.attention.rows_with(self.norm_attention(rows), places, kept))
-        return rows + self.dropout(self.ffn(self.norm_ffn(rows)))
+    def parts(self) -> BlockParts:
+        return BlockParts(self.attention.queries, self.attention.out, self.norm_ffn, self.ffn, self.kernel_weights())
 
+    def kernel_weights(self) -> BlockWeights | None:
+        """For the kernels, which know the classic block; None: another one."""
+        norm, query, ffn = norm_weights(self.norm_ffn), self.attention.plain_query(), self.ffn
+        if query is None or norm.shift is None or self.turns or not isinstance(ffn, FeedForward):
+            return None
+        if ffn.up.bias is None or ffn.down.bias is None:
+            return None
+        feed_forward = (ffn.up.weight, ffn.up.bias, ffn.down.weight, ffn.down.bias)
+        return BlockWeights(query, self.attention.out.weight, norm.scale, norm.shift, norm.eps, *feed_forward)
 
-def block_site(model: ModelConfig, name: str, keys: int, *, routed: bool, router: float = 0.0) -> Site:
-    """What one token costs in one block when attention rows are `keys` wide."""
-    d = model.d_model
-    rest = 2 * (2 * d * d + 2 * d * model.d_ff) + 4 * keys * d
-    return Site(name, routed, always=2 * 2 * d * d, active=rest, router=router)
+    def site(self, name: str, keys: int, *, routed: bool, router: float = 0.0) -> Site:
+        """What one token costs here when it attends over `keys` keys."""
+        rest = self.attention.row_flops(keys) + self.ffn.flops
+        return Site(name, routed, always=self.attention.kv_flops, active=rest, router=router)
 
 
 @dataclass(frozen=True)
@@ -330,19 +159,23 @@ class Output:
 
 
 class LanguageModel(nn.Module):
-    """Embedding, a method that spends depth, final norm, tied head: the same for every method."""
+    """Embedding, a method that spends depth, final norm, head: the same for every method."""
 
     def __init__(self, model: ModelConfig, method: "Method") -> None:
         super().__init__()
         assert model.vocab_size > 0, "the vocabulary comes from the corpus; resolve it first"
         self.config = model
         self.embedding = nn.Embedding(model.vocab_size, model.d_model)
-        self.positions = nn.Embedding(model.context, model.d_model)
+        self.positions = make_positions(model)
         for table in (self.embedding, self.positions):
-            nn.init.normal_(table.weight, std=0.02)
+            if isinstance(table, nn.Embedding):
+                nn.init.normal_(table.weight, std=0.02)
         self.dropout = nn.Dropout(model.dropout)
         self.method: Method = method
-        self.norm = nn.LayerNorm(model.d_model)
+        self.norm = make_norm(model)
+        self.head = None if model.tie_head else nn.Linear(model.d_model, model.vocab_size, bias=False)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(
         self,
@@ -355,19 +188,67 @@ class LanguageModel(nn.Module):
         targets: Tensor | None = None,
         thresholds: Tensor | None = None,
     ) -> Output:
-        """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the others as of `Pass`."""
+        """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the others as of `Context`."""
         assert thresholds is None or self.method.decides_by_threshold
-        run = Pass(execution, cache, valid, decisions, targets, self.readout, given_thresholds=thresholds)
-        if (needed := run.longest(ids.shape[1])) > self.config.context:
-            raise UserError(f"{needed} tokens do not fit this model's context of {self.config.context}; give fewer")
-        spent = self.method(self.embedded(ids, run), run)
+        assert cache is None or cache.batch == len(ids), f"{len(ids)} sequences for {cache.batch} slots of the cache"
+        time = ids.shape[1]
+        needed = self._needed(time, cache, valid)
+        ctx, positions = self._context(time, ids.device, execution, cache, valid, needed)
+        ctx = replace(ctx, decisions=decisions, targets=targets, given_thresholds=thresholds)
+        found = self.method(self.embedded(ids, positions), ctx)
         if cache is not None:
-            cache.advance(ids.shape[1], valid)
-        logits = self.readout(spent.hidden) if spent.logits is None else spent.logits
-        return Output(logits, replace(spent.trace, outside=self.head_flops, valid=valid), spent.losses)
+            cache.advance(time, valid, needed)
+        logits = self.readout(found.hidden) if found.logits is None else found.logits
+        return Output(logits, replace(found.trace, outside=self.head_flops, valid=valid), found.losses)
 
-    def told(self, decisions: Tensor) -> dict[str, Tensor]:
-        """Arguments of a pass that decides so; where they can be, made before it into what a trained model has."""
+    def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.dropout(self.positions.added_to(self.embedding(ids), positions))
+
+    def readout(self, hidden: Tensor) -> Tensor:
+        return F.linear(self.norm(hidden), self.embedding.weight if self.head is None else self.head.weight)
+
+    def _needed(self, time: int, cache: KVCache | None, valid: Tensor | None) -> int:
+        """Tokens of the longest sequence after this pass, checked; padding takes no room."""
+        if cache is not None:
+            needed = cache.needed(time, valid, min(self.config.context, cache.capacity))
+        else:
+            needed = time if valid is None or time <= self.config.context else int(valid.sum(1).max())
+        if needed > self.config.context:
+            raise UserError(f"{needed} tokens do not fit this model's context of {self.config.context}; give fewer")
+        if cache is not None and needed > cache.capacity:
+            raise UserError(f"the cache holds {cache.capacity} tokens, {needed} were given; make it larger")
+        return needed
+
+    def _context(
+        self,
+        time: int,
+        device: torch.device,
+        execution: Execution,
+        cache: KVCache | None = None,
+        valid: Tensor | None = None,
+        needed: int = 0,
+    ) -> tuple[Context, Tensor]:
+        """And the positions of the tokens, `[time]` or `[batch, time]`."""
+        positions = torch.arange(time, device=device)
+        if valid is not None:
+            positions = (valid.long().cumsum(1) - 1).clamp(min=0)
+        ctx = Context(execution, cache, valid, readout=self.readout)
+        if cache is not None:
+            positions = positions + cache.seen()[:, None]
+            if valid is not None:  # where a sequence is full, padding has no position of its own
+                positions = positions.clamp(max=min(self.config.context, cache.capacity) - 1)
+            window = cache.capacity if cache.fixed else needed
+            writes = positions if valid is None else torch.where(valid, positions, cache.capacity)
+            ctx = replace(ctx, columns=positions, writes=writes, window=window)
+        return replace(ctx, rotation=self.positions.rotation(positions)), positions
+
+    def entering(self, ids: Tensor, execution: Execution) -> tuple[Tensor, Context]:
+        """What a method is given for whole sequences `ids` `[batch, time]`: the embedded tokens and their context."""
+        ctx, positions = self._context(ids.shape[1], ids.device, execution)
+        return self.embedded(ids, positions), ctx
+
+    def forcing(self, decisions: Tensor) -> dict[str, Tensor]:
+        """Arguments of a pass that takes these decisions; as thresholds where it can, as a trained model has them."""
         return {"thresholds": forced(decisions)} if self.method.decides_by_threshold else {"decisions": decisions}
 
     @property
@@ -376,22 +257,10 @@ class LanguageModel(nn.Module):
         if not any(site.routed for site in self.method.sites(keys=1)):
             return True
         blocks = (module for module in self.method.modules() if isinstance(module, Block))
-        fits = all(fits_tiles(block.active_weights(), block.attention.n_head) for block in blocks)
+        fits = all(has_kernel(block.kernel_weights(), block.attention.n_head) for block in blocks)
         return fits and self.method.skips_on_device and self.norm.weight.dtype in LOW_PRECISION
 
     @property
     def head_flops(self) -> int:
         """Of one token."""
         return 2 * self.config.d_model * self.config.vocab_size
-
-    def readout(self, hidden: Tensor) -> Tensor:
-        return F.linear(self.norm(hidden), self.embedding.weight)
-
-    def embedded(self, ids: Tensor, run: Pass) -> Tensor:
-        return self.dropout(self.embedding(ids) + self.positions(self._position_ids(ids, run)))
-
-    def _position_ids(self, ids: Tensor, run: Pass) -> Tensor:
-        steps = torch.arange(ids.shape[1], device=ids.device)
-        if run.valid is not None:
-            steps = (run.valid.long().cumsum(1) - 1).clamp(min=0)
-        return steps if run.cache is None else steps + run.cache.seen[:, None]

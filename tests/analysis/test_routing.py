@@ -10,9 +10,9 @@ from tokendepth.analysis.routing import measure, rank_correlation
 from tokendepth.config import BudgetConfig, DataConfig, RunConfig, TSAConfig
 from tokendepth.data import load
 from tokendepth.errors import UserError
-from tokendepth.evaluate import load_model
-from tokendepth.runs import Run
-from tokendepth.train import train
+from tokendepth.measure.evaluate import load_model
+from tokendepth.runs.run import Run
+from tokendepth.train.loop import train
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from tests.tiny import one_line
-from tokendepth import runs
 from tokendepth.bench.faults import damage, exactness, mutation
 from tokendepth.bench.faults.outcome import Outcome, max_difference, subject
 from tokendepth.bench.faults.registry import FAULTS, measure
 from tokendepth.errors import UserError
-from tokendepth.results import read_rows
-from tokendepth.runs import Run
-from tokendepth.train import train
+from tokendepth.runs import run as runs
+from tokendepth.runs.results import read_rows
+from tokendepth.runs.run import Run
+from tokendepth.train.loop import train
 
 SMALL = {
     "kill": 10,
@@ -117,7 +117,7 @@ def test_a_single_bit_of_difference_is_seen(tmp_path):
 
 def test_checksums_that_are_not_looked_at_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "verify_file", nothing)
-    monkeypatch.setattr("tokendepth.files.verify_file", nothing)
+    monkeypatch.setattr("tokendepth.runs.files.verify_file", nothing)
     assert len(tried("mutation", tmp_path).failures) > 20
 
 

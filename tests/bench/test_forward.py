@@ -10,9 +10,9 @@ from tokendepth.bench import forward
 from tokendepth.cli import main
 from tokendepth.config import BudgetConfig, DenseConfig, ModelConfig, TSAConfig
 from tokendepth.errors import UserError
-from tokendepth.evaluate import evaluate
-from tokendepth.results import read_rows
-from tokendepth.train import train
+from tokendepth.measure.evaluate import evaluate
+from tokendepth.runs.results import read_rows
+from tokendepth.train.loop import train
 
 SMALL = {"paper": forward.Shape(ModelConfig(32, 3, 4, 64, 16, 0.0, 11), (1, 2))}
 

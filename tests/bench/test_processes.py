@@ -5,7 +5,7 @@ import pytest
 from tokendepth.bench import processes
 from tokendepth.cli import main
 from tokendepth.errors import UserError
-from tokendepth.results import read_rows
+from tokendepth.runs.results import read_rows
 
 
 def measured(*speedups: float) -> list[dict]:

@@ -4,7 +4,7 @@ import torch
 
 from tokendepth.bench import training
 from tokendepth.config import ModelConfig
-from tokendepth.results import read_rows
+from tokendepth.runs.results import read_rows
 
 SMALL = {"d16 L3 V50, 2x16": (ModelConfig(16, 3, 2, 32, 16, 0.0, 50), 2)}
 

@@ -14,7 +14,7 @@ from tokendepth.bench.wallclock import (
     measure,
 )
 from tokendepth.config import ModelConfig
-from tokendepth.results import read_rows
+from tokendepth.runs.results import read_rows
 
 TINY = Protocol(ModelConfig(16, 3, 2, 32, 20, 0.0, 11), 2, (0.25, 1.0), (1, 3), warm_up=1, passes=3)
 

@@ -94,10 +94,10 @@ def test_a_device_is_refused_before_it_is_read():
 def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
     (tmp_path / "secret").write_text("x" * 100)
 
-    def denied(path):
+    def denied(path, mode):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", denied)  # root may read anything, so its mode would not do
+    monkeypatch.setattr(corpora, "open", denied, raising=False)  # root may read anything, so its mode would not do
     assert "cannot be read (Permission denied)" in refused(tmp_path / "secret")
 
 

@@ -1,9 +1,13 @@
+import dataclasses
 import errno
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +17,7 @@ from tokendepth.config import DataConfig
 from tokendepth.data import load
 from tokendepth.data import store as store_module
 from tokendepth.data.store import LEFT_OVER_AFTER_S, cache_folder
+from tokendepth.errors import UserError
 
 TEXT = "Wer reitet so spät durch Nacht und Wind? " * 20
 
@@ -28,6 +33,12 @@ def cached(cache, suffix):
     return path
 
 
+def loaded_to_memory(config):
+    """A damaged file must not reach the dataset that it is compared with."""
+    data = load(config)
+    return dataclasses.replace(data, ids=np.array(data.ids))
+
+
 def assert_same(one, other):
     np.testing.assert_array_equal(one.ids, other.ids)
     assert one.ids.dtype == other.ids.dtype
@@ -40,8 +51,9 @@ def test_the_second_load_is_the_same_and_memory_mapped(config, cache, capsys):
     ids_file = cached(cache, ".npy")
     stamp = ids_file.stat().st_mtime_ns
     second = load(config)
-    assert isinstance(second.ids, np.memmap)
-    assert not second.ids.flags.writeable
+    for data in (first, second):
+        assert isinstance(data.ids, np.memmap)
+        assert not data.ids.flags.writeable
     assert_same(first, second)
     assert ids_file.stat().st_mtime_ns == stamp
     assert capsys.readouterr().err == ""
@@ -79,7 +91,7 @@ def empty(path):
 @pytest.mark.parametrize("suffix", [".npy", ".json"])
 @pytest.mark.parametrize("damage", [flip_a_bit, cut_short, empty])
 def test_damage_is_noticed_named_and_repaired(config, cache, capsys, suffix, damage):
-    first = load(config)
+    first = loaded_to_memory(config)
     whole = cached(cache, suffix).read_bytes()
     damage(cached(cache, suffix))
     assert_same(first, load(config))
@@ -93,7 +105,7 @@ def test_damage_is_noticed_named_and_repaired(config, cache, capsys, suffix, dam
 
 
 def test_every_changed_byte_of_the_index_is_noticed(config, cache, capsys):
-    first = load(config)
+    first = loaded_to_memory(config)
     index = cached(cache, ".json")
     whole = index.read_bytes()
     for place in range(0, len(whole), 7):
@@ -104,14 +116,14 @@ def test_every_changed_byte_of_the_index_is_noticed(config, cache, capsys):
 
 @pytest.mark.parametrize("content", ["[]", "3", "{}", '{"sha256": "", "index": {}}', "[" * 100_000, '{"index": null}'])
 def test_an_index_of_another_shape_is_rebuilt(config, cache, capsys, content):
-    first = load(config)
+    first = loaded_to_memory(config)
     cached(cache, ".json").write_text(content)
     assert_same(first, load(config))
     assert "damaged" in capsys.readouterr().err
 
 
 def test_missing_ids_are_rebuilt(config, cache, capsys):
-    first = load(config)
+    first = loaded_to_memory(config)
     cached(cache, ".npy").unlink()
     assert_same(first, load(config))
     assert "No such file" in capsys.readouterr().err
@@ -127,7 +139,7 @@ def test_an_entry_of_another_version_is_replaced_without_a_word(config, cache, c
 
 
 def test_a_cache_that_cannot_be_made_costs_one_line(config, cache, capsys):
-    first = load(config)
+    first = loaded_to_memory(config)
     for path in (cache / "tokens").iterdir():
         path.unlink()
     (cache / "tokens").rmdir()
@@ -141,14 +153,50 @@ def test_a_cache_that_cannot_be_made_costs_one_line(config, cache, capsys):
 
 
 def test_a_full_disk_costs_one_line_and_leaves_no_part(config, cache, capsys, monkeypatch):
-    def no_space(file, *args, **kwargs):
-        file.write(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    class Full(io.FileIO):
+        def write(self, content):
+            if self.tell() > 100:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(content)
 
-    monkeypatch.setattr(np, "save", no_space)
-    assert load(config).tokenizer.decode(load(config).ids) == TEXT
-    assert "No space left on device" in capsys.readouterr().err
+    monkeypatch.setattr(store_module, "open", Full, raising=False)
+    data = load(config)
+    assert data.tokenizer.decode(data.ids) == TEXT
+    assert_no_space_was_told(capsys, cache)
+
+
+def assert_no_space_was_told(capsys, cache):
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "No space left on device" in said
     assert list((cache / "tokens").iterdir()) == []
+
+
+def test_a_disk_with_too_little_space_is_not_filled_first(config, cache, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=len(TEXT) - 1))
+    monkeypatch.setattr(store_module, "_npy_header", None)
+    data = load(config)
+    assert data.tokenizer.decode(data.ids) == TEXT
+    assert_no_space_was_told(capsys, cache)
+
+
+def test_tokens_that_fit_neither_the_disk_nor_the_memory_are_refused(config, cache, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=0))
+    monkeypatch.setattr(store_module, "MOST_IN_MEMORY", len(TEXT) - 1)
+    with pytest.raises(UserError, match=r"too much to stay in memory; set TOKENDEPTH_CACHE"):
+        load(config)
+    assert_no_space_was_told(capsys, cache)
+
+
+@pytest.mark.parametrize("length", [0, 1, 255, 10**6, 10**12])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_the_header_is_numpys_and_leaves_room_for_any_length(length, dtype):
+    header = store_module._npy_header(np.dtype(dtype), length)
+    assert len(header) == len(store_module._npy_header(np.dtype(dtype), 0))
+    if length < 10**12:
+        file = io.BytesIO()
+        np.save(file, np.zeros(length, dtype), allow_pickle=False)
+        assert file.getvalue()[: len(header)] == header
 
 
 def test_left_overs_of_killed_processes_are_removed_and_young_ones_kept(config, cache):

@@ -3,12 +3,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokendepth.data.text import SHORTEST_CORPUS, build
+from tokendepth.data.build import byte_stream, char_stream
+from tokendepth.data.source import Source
+from tokendepth.data.store import in_memory
+from tokendepth.data.text import SHORTEST_CORPUS
 from tokendepth.errors import UserError
 
 
 def dataset(content, tokens="byte", **kwargs):
-    return build("text:novel.txt", "0" * 64, content, tokens, **kwargs)
+    stream = {"byte": byte_stream, "char": char_stream}[tokens]
+    return in_memory(stream(Source.of_bytes("text:novel.txt", content), "0" * 64, **kwargs))
 
 
 def counting(length):

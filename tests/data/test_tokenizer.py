@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokendepth.data import ByteTokenizer, CharTokenizer, SymbolTokenizer, tokenizer_from_dict
+from tokendepth.data import ByteTokenizer, CharTokenizer, SymbolTokenizer, TextStream, tokenizer_from_dict
 from tokendepth.errors import UserError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -31,6 +31,22 @@ def test_bytes_round_trip(text):
 def test_symbols_round_trip(ids):
     tokenizer = SymbolTokenizer()
     assert tokenizer.encode(tokenizer.decode(ids)) == ids
+
+
+@given(st.binary())
+def test_a_stream_of_bytes_is_the_text_and_no_character_comes_in_halves(content):
+    stream = TextStream(ByteTokenizer())
+    parts = [stream.add(byte) for byte in content]
+    assert "".join([*parts, stream.end()]) == content.decode("utf-8", "replace")
+    assert stream.add(ord("a")) == "a", "nothing waits after the end"
+
+
+@given(TEXT)
+def test_a_stream_of_characters_waits_for_nothing(text):
+    tokenizer = CharTokenizer("".join(sorted(set(text))))
+    stream = TextStream(tokenizer)
+    assert [stream.add(token) for token in tokenizer.encode(text)] == list(text)
+    assert stream.end() == ""
 
 
 def test_bytes_of_half_a_character_decode_to_the_replacement_character():

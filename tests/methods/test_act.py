@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tokendepth.config import ACTConfig, ModelConfig, RunConfig
-from tokendepth.flops import count_flops
+from tokendepth.measure.flops import count_flops
 from tokendepth.methods import build
-from tokendepth.model import LanguageModel, Pass
+from tokendepth.model import Context, LanguageModel
 
 STEPS, TIME = 4, 12
 MODEL = ModelConfig(d_model=32, n_layer=STEPS, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=11)
@@ -56,14 +56,14 @@ def test_the_equations_by_hand(execution):
     model, h = act(), states()
     method = model.method
     with torch.no_grad():
-        spent = method(h, Pass(execution))
+        output = method(h, Context(execution))
         state, weighted = h, torch.zeros_like(h)
         chances = torch.zeros(*h.shape[:2])  # sum of h so far
         running = torch.ones(*h.shape[:2], dtype=torch.bool)
         ponder = torch.zeros(*h.shape[:2])
         for n in range(STEPS):
-            stepped = method.block(state + method.signal.weight[n], Pass())
-            assert torch.equal(spent.trace.work[n], running.float())
+            stepped = method.block(state + method.signal.weight[n], Context())
+            assert torch.equal(output.trace.work[n], running.float())
             for b, t in running.nonzero().tolist():
                 state = state.clone()
                 state[b, t] = stepped[b, t]
@@ -74,9 +74,9 @@ def test_the_equations_by_hand(execution):
                 ponder[b, t] += 1 + (p if halts else 0)
                 chances[b, t] += chance
                 running[b, t] = not halts
-    assert (spent.hidden - weighted).abs().max() < 1e-5 * weighted.abs().max()
-    assert float(spent.losses["ponder"]) == pytest.approx(0.01 * float(ponder.mean()), rel=1e-5)
-    assert len(spent.trace.work.sum(0).unique()) > 2, "tokens took different numbers of steps"
+    assert (output.hidden - weighted).abs().max() < 1e-5 * weighted.abs().max()
+    assert float(output.losses["ponder"]) == pytest.approx(0.01 * float(ponder.mean()), rel=1e-5)
+    assert len(output.trace.work.sum(0).unique()) > 2, "tokens took different numbers of steps"
 
 
 @pytest.mark.parametrize(("h", "steps"), [(0.1, 4), (0.34, 3), (0.4, 3), (0.5, 2), (0.73, 2), (0.995, 1)])
@@ -85,9 +85,9 @@ def test_the_weights_add_up_to_one(h, steps):
     model, hidden = idle(h), states()
     for execution in ("hard", "sparse"):
         with torch.no_grad():
-            spent = model.method(hidden, Pass(execution))
-        assert torch.allclose(spent.hidden, hidden, rtol=1e-6, atol=1e-6)
-        assert (spent.trace.work.sum(0) == steps).all()
+            output = model.method(hidden, Context(execution))
+        assert torch.allclose(output.hidden, hidden, rtol=1e-6, atol=1e-6)
+        assert (output.trace.work.sum(0) == steps).all()
 
 
 def test_at_first_two_steps_are_taken():
@@ -104,7 +104,7 @@ def test_at_first_two_steps_are_taken():
 def test_the_ponder_cost_and_its_gradient(h, steps):
     """rho = N + R with R = 1 - (N - 1) h; each h before the last has the gradient -1, the last has none."""
     model = idle(h, ponder_cost=1.0)
-    ponder = model.method(states(), Pass()).losses["ponder"]
+    ponder = model.method(states(), Context()).losses["ponder"]
     assert float(ponder.detach()) == pytest.approx(steps + 1 - (steps - 1) * h, rel=1e-5)
     (gradient,) = torch.autograd.grad(ponder, model.method.halting.logit.bias)
     assert gradient.item() == pytest.approx(-(steps - 1) * h * (1 - h), rel=1e-4)
@@ -113,7 +113,7 @@ def test_the_ponder_cost_and_its_gradient(h, steps):
 def test_the_task_also_teaches_when_to_halt():
     """The output is sum p s, so its gradient by h is what the steps differ by: not zero where they do."""
     model = act(ponder_cost=0.0)
-    model.method(states(), Pass()).hidden.square().sum().backward()
+    model.method(states(), Context()).hidden.square().sum().backward()
     assert model.method.halting.logit.weight.grad.abs().max() > 1e-3
 
 
@@ -126,11 +126,11 @@ def test_a_halted_token_is_frozen_and_still_seen():
     decisions = torch.ones(STEPS - 1, 1, TIME, dtype=torch.bool)
     decisions[:, 0, 3] = False
     with torch.no_grad():
-        first = model.method.block(h + model.method.signal.weight[0], Pass())
-        before = model.method(h, Pass("sparse", decisions=decisions)).hidden
+        first = model.method.block(h + model.method.signal.weight[0], Context())
+        before = model.method(h, Context("sparse", decisions=decisions)).hidden
         changed = h.clone()
         changed[0, 3] = states(2)[1, 3]
-        after = model.method(changed, Pass("sparse", decisions=decisions)).hidden
+        after = model.method(changed, Context("sparse", decisions=decisions)).hidden
     assert torch.allclose(before[0, 3], first[0, 3], atol=1e-6)
     assert (after - before)[0, 4:].abs().amax(-1).min() > 1e-4
     assert torch.equal(after[0, :3], before[0, :3])

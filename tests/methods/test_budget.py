@@ -1,6 +1,7 @@
 """Budget routing: what is named is what runs, in training and in evaluation, and what is skipped is untouched."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokendepth.calibrate import calibrate_on
 from tokendepth.config import BudgetConfig, ModelConfig, RunConfig, TrainConfig
-from tokendepth.flops import count_flops
+from tokendepth.measure.calibrate import calibrate_on
+from tokendepth.measure.flops import count_flops
 from tokendepth.methods import build
 from tokendepth.methods.budget import SMALLEST_DRAW, Budget, _between, _quantile
-from tokendepth.model import LanguageModel, Pass
-from tokendepth.ops.chosen_rows import ChosenRows
-from tokendepth.step import OptimiserStep, Ranks
+from tokendepth.model import Block, Context, LanguageModel, Rows
+from tokendepth.train.ranks import Ranks
+from tokendepth.train.step import OptimiserStep
 
 TIME, VOCABULARY = 16, 11
 MODEL = ModelConfig(d_model=32, n_layer=3, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=VOCABULARY)
@@ -77,11 +78,11 @@ def test_an_active_token_keeps_the_sigmoid_of_its_score_and_a_skipped_one_is_unt
     decisions = torch.rand(2, 2, TIME, generator=torch.Generator().manual_seed(2)) < 0.5
     decisions[1] = False  # the last block does nothing
     with torch.no_grad():
-        out = method(h, Pass("sparse", decisions=decisions)).hidden
-        stem, block = method.blocks[0](h, Pass()), method.blocks[1]
+        out = method(h, Context("sparse", decisions=decisions)).hidden
+        stem, block = method.blocks[0](h, Context()), method.blocks[1]
         normed = (stem - stem.mean(-1, keepdim=True)) / (stem.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
         keep = torch.sigmoid(-block.router(normed))[..., None]
-        after = stem + keep * block.attention(block.norm_attention(stem), Pass())
+        after = stem + keep * block.attention(block.norm_attention(stem), Context())
         after = after + keep * block.ffn(block.norm_ffn(after))
     active = decisions[0]
     assert active.any()
@@ -194,12 +195,13 @@ def test_random_routing_has_no_router_and_keeps_its_budget():
 # --- skipping while training ------------------------------------------------------------------------------------------
 
 
-def masking(block):
-    """`forward_rows` that computes all rows and throws most away."""
+def masking(block: Block) -> Callable[..., Tensor]:
+    """`Block.forward` that computes all rows and throws those away that were not chosen."""
+    plain = block.forward
 
-    def forward(h: Tensor, run: Pass, rows: ChosenRows, gate: Tensor) -> Tensor:
-        whole = torch.zeros(h.shape[0] * h.shape[1]).index_copy(0, rows.places, gate)
-        return block(h, run, gate=whole.view(h.shape[:2]))
+    def forward(h: Tensor, ctx: Context, rows: Rows, gate: Tensor) -> Tensor:
+        assert rows.chosen is not None, "training at a fixed budget gathers rows"
+        return plain(h, ctx, gate=gate * rows.active)
 
     return forward
 
@@ -213,7 +215,7 @@ def test_training_that_skips_is_training_that_masks(distill):
         model = budget(budget=0.4, dial=False, distill=distill).train()
         if masked:
             for block in method_of(model)._routed():
-                block.forward_rows = masking(block)
+                block.forward = masking(block)
         out = model(ids[:, :-1], targets=ids[:, 1:])
         loss = F.cross_entropy(out.logits.flatten(0, 1), ids[:, 1:].flatten()) + sum(out.losses.values())
         return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
@@ -229,7 +231,7 @@ def test_a_hundred_steps_that_skip_lose_what_a_hundred_that_mask_lose():
         model = budget(budget=0.4, dial=False, distill=0.0).train()
         if masked:
             for block in method_of(model)._routed():
-                block.forward_rows = masking(block)
+                block.forward = masking(block)
         step = OptimiserStep(model, TrainConfig(batch_size=4, dtype="float32"), torch.device("cpu"), Ranks())
         batches = [tokens(4, seed=number).numpy() for number in range(100)]
         return [step(ids[:, :-1], ids[:, 1:], step=n, lr=1e-3).task for n, ids in enumerate(batches)]

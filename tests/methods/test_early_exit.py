@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokendepth.config import EarlyExitConfig, ModelConfig, RunConfig
-from tokendepth.flops import count_flops
+from tokendepth.measure.flops import count_flops
 from tokendepth.methods import build
-from tokendepth.methods.early_exit import Confidence, exit_distribution, oracle_exit
-from tokendepth.model import LanguageModel, Pass
+from tokendepth.methods.early_exit import NEVER, Confidence, exit_distribution, oracle_exit
+from tokendepth.model import LanguageModel
 
 LAYERS, TIME = 3, 12
 MODEL = ModelConfig(d_model=32, n_layer=LAYERS, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=11)
@@ -32,10 +32,10 @@ def tokens(batch: int = 4, time: int = TIME, seed: int = 0) -> Tensor:
 
 def exits_by_hand(model: LanguageModel, ids: Tensor) -> list[Tensor]:
     """The logits of every exit, when every token runs every block."""
-    h = model.embedded(ids, Pass())
+    h, ctx = model.entering(ids, "soft")
     logits = []
     for block in model.method.blocks:
-        h = block(h, Pass())
+        h = block(h, ctx)
         logits.append(model.readout(h))
     return logits
 
@@ -64,7 +64,7 @@ def test_without_targets_there_is_no_loss_of_its_own():
 
 def test_confidence_by_hand():
     logits = torch.tensor([[0.0, math.log(3.0)], [1.0, 1.0]])  # 0.75 and 0.5
-    assert Confidence(0.6)(logits).tolist() == pytest.approx([0.15, -0.1])
+    assert Confidence()(logits).tolist() == pytest.approx([0.75, 0.5])
 
 
 @pytest.mark.parametrize("execution", ["hard", "sparse"])
@@ -79,6 +79,21 @@ def test_a_token_keeps_the_answer_with_which_it_left(execution):
     assert (out.logits - first)[left].abs().max() < 1e-5
     assert (out.logits - first)[~left].abs().max() > 1e-2
     assert (out.trace.work[2] <= out.trace.work[1]).all(), "who has left does not come back"
+
+
+def test_the_dial_sets_the_threshold_and_never_is_the_whole_model():
+    model, ids = early_exit(threshold=0.4), tokens(16)
+    dial = model.method.dial(MODEL, model.method.config)
+    assert (dial.name, dial.own, dial.points[0], dial.calibrated) == ("threshold", 0.4, NEVER, False)
+    left = []
+    with torch.no_grad():
+        for value in (NEVER, 0.6, 0.4, 0.3):
+            model.method.set_point(value)
+            out = model(ids, execution="hard")
+            left.append(int((out.trace.work[1:] == 0).sum()))
+            if value == NEVER:
+                torch.testing.assert_close(out.logits, exits_by_hand(model, ids)[-1])
+    assert 0 == left[0] < left[1] < left[2] < left[3]
 
 
 def test_unfrozen_a_token_keeps_its_answer_but_is_computed_on():
@@ -168,9 +183,9 @@ def test_the_halting_loss_is_the_cross_entropy_to_the_oracle(oracle):
     inputs, targets = ids[:, :-1], ids[:, 1:]
     loss = model(inputs, targets=targets).losses["halting"]
     logits = exits_by_hand(model, inputs)
-    h, chi = model.embedded(inputs, Pass()), []
+    (h, ctx), chi = model.entering(inputs, "soft"), []
     for block in model.method.blocks[:-1]:
-        h = block(h, Pass())
+        h = block(h, ctx)
         chi.append(torch.sigmoid(model.method.exit.logit(h)[..., 0]))
     expected = 0.0
     for b in range(len(ids)):

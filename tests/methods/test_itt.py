@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokendepth.config import ITTConfig, ModelConfig, RunConfig
-from tokendepth.flops import count_flops
+from tokendepth.measure.flops import count_flops
 from tokendepth.methods import build
-from tokendepth.model import LanguageModel, Pass
+from tokendepth.model import Context, LanguageModel
 
 TIME, STEPS = 10, 3
 MODEL = ModelConfig(d_model=32, n_layer=2, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=11)
@@ -43,26 +43,26 @@ def test_the_recurrence_by_hand(execution):
         decisions[step, 0, chosen] = True
     block = model.method.blocks[1]
     with torch.no_grad():
-        spent = model.method(h, Pass(execution, decisions=decisions))
-        y0 = block(model.method.blocks[0](h, Pass()), Pass())
+        output = model.method(h, Context(execution, decisions=decisions))
+        y0 = block(model.method.blocks[0](h, Context()), Context())
         y, thoughts = y0, []
         for step, chosen in enumerate(places):
             w = y @ block.selectors[step].router.weight[0]
             thought = y.clone()
-            thought[:, chosen] = (block.alpha[step] * w[:, chosen])[..., None] * block(y[:, chosen], Pass())
+            thought[:, chosen] = (block.alpha[step] * w[:, chosen])[..., None] * block(y[:, chosen], Context())
             thoughts.append(thought)
             y = y0 * block.phi[0] + sum(thoughts[i] * block.phi[i + 1] for i in range(step + 1))
-        assert close(spent.hidden, y)
+        assert close(output.hidden, y)
 
 
 def test_training_and_evaluation_agree_on_the_same_selection():
     model, h = itt(capacity=0.5), states(3)
     with torch.no_grad():
-        trained = model.train().method(h, Pass())
+        trained = model.train().method(h, Context())
         assert (trained.trace.work[[2, 3]].sum(-1) == 5).all()
         for execution in ("hard", "sparse"):
             decisions = trained.trace.work[2:].bool()
-            executed = model.eval().method(h, Pass(execution, decisions=decisions))
+            executed = model.eval().method(h, Context(execution, decisions=decisions))
             assert close(executed.hidden, trained.hidden)
 
 
@@ -71,8 +71,8 @@ def test_the_highest_weights_think():
     block = model.method.blocks[1]
     with torch.no_grad():
         block.alpha.fill_(-1.0)  # it scales the answer and has no say in who thinks
-        work = model.method(h, Pass()).trace.work[2]
-        w = block.selectors[0].router(block(model.method.blocks[0](h, Pass()), Pass()))
+        work = model.method(h, Context()).trace.work[2]
+        w = block.selectors[0].router(block(model.method.blocks[0](h, Context()), Context()))
     assert torch.equal(work.bool(), w >= w.sort(1, descending=True).values[:, 2:3])
 
 
@@ -83,14 +83,14 @@ def test_the_decision_loss_by_hand(decides):
     for router in model.method.routers():
         router.register_forward_hook(lambda _m, _i, out: logits.append(out))
     with torch.no_grad():
-        spent = model.method(h, Pass())
-    by_hand = [F.binary_cross_entropy(x.sigmoid(), w) for x, w in zip(logits, spent.trace.work[2:], strict=True)]
-    assert float(spent.losses["decision"]) == pytest.approx(0.5 * float(sum(by_hand)) / 2, rel=1e-4)
+        output = model.method(h, Context())
+    by_hand = [F.binary_cross_entropy(x.sigmoid(), w) for x, w in zip(logits, output.trace.work[2:], strict=True)]
+    assert float(output.losses["decision"]) == pytest.approx(0.5 * float(sum(by_hand)) / 2, rel=1e-4)
 
 
 def test_with_a_predictor_the_task_alone_teaches_the_model():
     model = itt().train()
-    model.method(states(), Pass()).losses["decision"].backward()
+    model.method(states(), Context()).losses["decision"].backward()
     reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     assert reached
     assert all(".predictor." in name for name in reached)

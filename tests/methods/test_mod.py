@@ -1,6 +1,7 @@
 """Mixture-of-Depths by hand: who is selected, what a weight scales, and what the others cost and leave behind."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,18 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokendepth.config import MoDConfig, ModelConfig, RunConfig
-from tokendepth.flops import count_flops
+from tokendepth.measure.flops import count_flops
 from tokendepth.methods import build
-from tokendepth.methods.mod import MoDBlock, membership, put_added, share_of, take, top_k
-from tokendepth.model import LanguageModel, Pass
+from tokendepth.methods.mod import MoDBlock, Selected, top_k
+from tokendepth.model import Context, LanguageModel, Rows
 
 TIME = 16
 MODEL = ModelConfig(d_model=32, n_layer=4, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=11)
 
 
-def mod(**knobs) -> LanguageModel:
+def mod(shape: ModelConfig = MODEL, **knobs) -> LanguageModel:
     """With updates as large as the state, so that what is skipped is seen."""
-    model = build(RunConfig(model=MODEL, method=MoDConfig(**knobs)))
+    model = build(RunConfig(model=shape, method=MoDConfig(**knobs)))
     with torch.no_grad():
         for block in model.method.blocks:
             for matrix in (block.attention.out.weight, block.ffn.down.weight):
@@ -33,7 +34,7 @@ def states(batch: int = 2, time: int = TIME) -> Tensor:
 
 def alone(block: MoDBlock, h: Tensor, places: list[int]) -> Tensor:
     """What the plain block makes of the tokens at `places` of one sequence, as if there were no others."""
-    return block(h[:1, places], Pass())
+    return block(h[:1, places], Context())
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:
@@ -46,10 +47,19 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 def test_the_threshold_by_hand():
     """C = 2 of S = 5: the weights above P_0.6 = 0.3 are 0.9 and 0.4, and they keep their order."""
     weights = torch.tensor([[0.4, -1.0, 0.3, 0.9, 0.1]])
-    chosen = top_k(weights, share_of(0.4, 5))
-    assert chosen.tolist() == [[0, 3]]
-    assert membership(chosen, weights).tolist() == [[1, 0, 0, 1, 0]]
-    assert torch.equal(membership(chosen, weights) == 1, weights > weights.sort().values[0, 2])
+    chosen = top_k(weights, 0.4, Context())
+    assert chosen.places.tolist() == [[0, 3]]
+    assert chosen.as_mask(weights).tolist() == [[1, 0, 0, 1, 0]]
+    assert torch.equal(chosen.as_mask(weights) == 1, weights > weights.sort().values[0, 2])
+
+
+def test_a_share_is_one_of_the_real_tokens():
+    """C = 0.4 of 5 real tokens is 2 and of 3 is 1; the highest weights are at padding, which is no token."""
+    weights = torch.tensor([[9.0, 0.4, -1.0, 0.3, 0.9, 0.1], [9.0, 8.0, 7.0, 0.1, 0.3, 0.2]])
+    valid = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]], dtype=torch.bool)
+    chosen = top_k(weights, 0.4, Context(valid=valid))
+    assert chosen.as_mask(weights).tolist() == [[0, 1, 0, 0, 1, 0], [0, 0, 0, 0, 1, 0]]
+    assert chosen.context(Context(valid=valid)).valid.sum(1).tolist() == [2, 1]
 
 
 @pytest.mark.parametrize(("capacity", "k"), [(0.125, 2), (0.5, 8), (1.0, 16), (0.01, 1)])
@@ -70,8 +80,8 @@ def test_every_other_block_is_routed_by_a_router_of_its_own():
 def test_in_evaluation_a_token_is_selected_where_its_own_logit_is_above_zero():
     model, h = mod(decides="router").eval(), states(8)
     with torch.no_grad():
-        entered = model.method.blocks[0](h, Pass())
-        active = model.method(h, Pass("hard")).trace.work[1]
+        entered = model.method.blocks[0](h, Context())
+        active = model.method(h, Context("hard")).trace.work[1]
         assert torch.equal(active, (model.method.blocks[1].selector.router(entered) > 0).float())
     assert 0 < active.mean() < 1
 
@@ -87,7 +97,7 @@ def test_eq_1_by_hand(execution):
     active = torch.zeros(4, 1, TIME, dtype=torch.bool)
     active[0, 0, places] = True
     with torch.no_grad():
-        hidden = model.method(h, Pass(execution, decisions=active)).hidden  # the other blocks select nobody
+        hidden = model.method(h, Context(execution, decisions=active)).hidden  # the other blocks select nobody
         r = block.selector.router(h)[:, places, None]
         expected = h[:, places] + r * (alone(block, h, places) - h[:, places])
     others = ~active[0, 0]
@@ -98,22 +108,22 @@ def test_eq_1_by_hand(execution):
 def test_training_and_evaluation_agree_on_the_same_selection():
     model, h = mod(every=1, capacity=0.25), states()
     with torch.no_grad():
-        trained = model.train().method(h, Pass())
+        trained = model.train().method(h, Context())
         decisions = trained.trace.work.bool()
         for execution in ("hard", "sparse"):
-            executed = model.eval().method(h, Pass(execution, decisions=decisions))
+            executed = model.eval().method(h, Context(execution, decisions=decisions))
             assert close(executed.hidden, trained.hidden)
 
 
 def test_the_routers_gradient_is_that_of_its_weights():
     """d(x + r f)/dr = f for a selected token, and nothing for the others."""
-    model, h = mod(every=1, capacity=0.25).train(), states(1)
-    block = model.method.blocks[0]
-    weight = block.selector.router(h).detach().requires_grad_()
-    chosen = top_k(weight, 4)
-    out = model.method._train_block(block, h, Pass(), weight, chosen)
-    (grad,) = torch.autograd.grad(out.sum(), weight)
-    places = chosen[0].tolist()
+    model, h = mod(replace(MODEL, n_layer=1), every=1, capacity=0.25).train(), states(1)
+    block, weights = model.method.blocks[0], []
+    block.selector.router.register_forward_hook(lambda _m, _i, out: weights.append(out))
+    output = model.method(h, Context())
+    (grad,) = torch.autograd.grad(output.hidden.sum(), weights)
+    places = output.trace.work[0, 0].nonzero().flatten().tolist()
+    assert len(places) == 4
     update = alone(block, h, places) - h[:, places]
     assert close(grad[0, places], update[0].sum(-1).detach())
     assert grad[0, [t for t in range(TIME) if t not in places]].eq(0).all()
@@ -130,7 +140,9 @@ def test_a_skipped_token_leaves_no_key_behind():
         changed[0, place] = torch.randn(MODEL.d_model, generator=torch.Generator().manual_seed(1))
         for execution in ("hard", "sparse"):
             with torch.no_grad():
-                before, after = (block.forward_among(x, Pass(execution), active)[0, 7:] for x in (h, changed))
+                before, after = (
+                    block(x.clone(), Context(execution), Rows(active), keys="active")[0, 7:] for x in (h, changed)
+                )
             assert ((after - before).abs().max() > 1e-3) == moves
 
 
@@ -153,14 +165,14 @@ def test_a_skipped_token_costs_the_decision_alone():
 def test_the_loss_of_a_decision_is_the_cross_entropy_with_the_selection(decides):
     model, h = mod(decides=decides, every=4, capacity=0.25, decision_loss=0.5).train(), states()
     with torch.no_grad():
-        spent = model.method(h, Pass())
+        output = model.method(h, Context())
         for block in model.method.blocks[:3]:
-            h = block(h, Pass())
+            h = block(h, Context())
         last = model.method.blocks[3]
         logit = last.selector.router(h) if decides == "router" else last.selector.predictor(h)
-    chosen = spent.trace.work[3]
+    chosen = output.trace.work[3]
     by_hand = -(chosen * F.logsigmoid(logit) + (1 - chosen) * F.logsigmoid(-logit)).mean()
-    assert float(spent.losses["decision"]) == pytest.approx(0.5 * float(by_hand), rel=1e-5)
+    assert float(output.losses["decision"]) == pytest.approx(0.5 * float(by_hand), rel=1e-5)
 
 
 def test_the_predictor_teaches_the_language_model_nothing():
@@ -175,9 +187,23 @@ def test_the_predictor_teaches_the_language_model_nothing():
 
 
 def test_taking_and_putting():
-    h, chosen = states(), torch.tensor([[0, 5], [3, 15]])
-    rows = take(h, chosen)
+    h, chosen = states(), Selected(torch.tensor([[0, 5], [3, 15]]), None)
+    rows = chosen.take(h)
     assert torch.equal(rows, torch.stack([h[0, [0, 5]], h[1, [3, 15]]]))
-    added = put_added(h, chosen, rows)
+    added = chosen.add(h, rows)
     assert torch.equal(added[0, 5], 2 * h[0, 5])
     assert math.isclose(float((added != h).any(-1).sum()), 4)
+
+
+def test_places_that_only_fill_up_are_neither_counted_nor_added_to():
+    h, there = states(), torch.tensor([[True, False], [True, True]])
+    chosen = Selected(torch.tensor([[0, 5], [3, 15]]), there)
+    added = chosen.add(h, chosen.take(h))
+    assert (added != h).any(-1).nonzero().tolist() == [[0, 0], [1, 3], [1, 15]]
+    assert chosen.as_mask(h[..., 0]).nonzero().tolist() == [[0, 0], [1, 3], [1, 15]]
+
+
+def test_those_among_the_chosen_are_named_by_their_place_in_the_sequence():
+    outer = Selected(torch.tensor([[2, 5, 7], [0, 1, 9]]), None)
+    inner = outer.among(Selected(torch.tensor([[0, 2], [1, 2]]), None))
+    assert inner.places.tolist() == [[2, 7], [1, 9]]

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokendepth.config import ModelConfig, MoRConfig, RunConfig
-from tokendepth.flops import count_flops
+from tokendepth.measure.flops import count_flops
 from tokendepth.methods import build
-from tokendepth.model import LanguageModel, Pass
+from tokendepth.model import Context, LanguageModel
 
 TIME, RECURSIONS = 12, 3
 MODEL = ModelConfig(d_model=32, n_layer=5, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=11)
@@ -79,24 +79,24 @@ def test_expert_choice_by_hand(execution):
     model, h = mor(), states(1)
     method, (second, third) = model.method, ([1, 4, 9], [4, 9])
     with torch.no_grad():
-        spent = method(h, Pass(execution, decisions=choice(second, third)))
-        h = method.first(h, Pass())
+        output = method(h, Context(execution, decisions=choice(second, third)))
+        h = method.first(h, Context())
         for router, places in zip(method.recursion_routers, (list(range(TIME)), second, third), strict=True):
             g = torch.sigmoid(h[:, places] @ router.weight[0])
-            phi = method.shared[0](h[:, places], Pass())
+            phi = method.shared[0](h[:, places], Context())
             h = h.clone()
             h[:, places] += g[..., None] * phi
-        assert close(spent.hidden, method.last(h, Pass()))
+        assert close(output.hidden, method.last(h, Context()))
 
 
 @each_kv
 def test_training_and_evaluation_agree_on_the_same_selection(kv):
     model, h = mor(kv=kv), states()
     with torch.no_grad():
-        trained = model.train().method(h, Pass())
+        trained = model.train().method(h, Context())
         for execution in ("hard", "sparse"):
             decisions = trained.trace.work[2:-1].bool()
-            executed = model.eval().method(h, Pass(execution, decisions=decisions))
+            executed = model.eval().method(h, Context(execution, decisions=decisions))
             assert close(executed.hidden, trained.hidden)
             assert torch.equal(executed.trace.work, trained.trace.work)
 
@@ -105,13 +105,13 @@ def test_in_evaluation_who_was_not_chosen_does_not_come_back():
     """Recursion 3 would take everyone, but takes those that recursion 2 took by a logit above 0."""
     model, h = mor(), states(16)
     with torch.no_grad():
-        entered = model.method.first(h, Pass())
+        entered = model.method.first(h, Context())
         entered = entered + torch.sigmoid(model.method.recursion_routers[0](entered))[..., None] * model.method.shared[
             0
-        ](entered, Pass())
+        ](entered, Context())
         wanted = model.method.recursion_routers[1](entered) > 0
         model.method.recursion_routers[2].forward = lambda state: torch.ones(state.shape[:-1])
-        work = model.method(h, Pass("hard")).trace.work
+        work = model.method(h, Context("hard")).trace.work
     assert torch.equal(work[2].bool(), wanted)
     assert torch.equal(work[3], work[2])
     assert 0 < work[2].mean() < 1
@@ -123,7 +123,7 @@ def test_the_decision_loss_is_over_those_that_are_still_in():
     for router in model.method.recursion_routers:
         router.register_forward_hook(lambda _m, _i, out: logits.append(out))
     with torch.no_grad():
-        loss = model.method(h, Pass()).losses["decision"]
+        loss = model.method(h, Context()).losses["decision"]
     assert [logit.shape[1] for logit in logits] == [12, 12, 8]
     by_hand = 0.0
     for logit, k in zip(logits[1:], (8, 4), strict=True):
@@ -142,25 +142,25 @@ def test_token_choice_by_hand(execution):
     method = model.method
     model.train(execution == "soft")  # training takes the same path
     with torch.no_grad():
-        spent = method(h, Pass(execution))
-        entry = method.first(h, Pass())
+        output = method(h, Context(execution))
+        entry = method.first(h, Context())
         p = (entry @ method.recursion_routers[0].weight.T).softmax(-1)[0]
         depth, state, expected = p.argmax(-1), entry.clone(), entry.clone()
         for recursion in range(RECURSIONS):
             places = (depth >= recursion).nonzero().flatten().tolist()
-            state[:, places] = method.shared[0](state[:, places], Pass())
+            state[:, places] = method.shared[0](state[:, places], Context())
             for t in (depth == recursion).nonzero().flatten().tolist():
                 expected[0, t] = p[t, recursion] * state[0, t] + entry[0, t]
-        assert close(spent.hidden, method.last(expected, Pass()))
+        assert close(output.hidden, method.last(expected, Context()))
     assert sorted(set(depth.tolist())) == [0, 1, 2], "every depth is under test"
-    assert torch.equal(spent.trace.work[1:-1].sum(0)[0] - 1, depth.float())
+    assert torch.equal(output.trace.work[1:-1].sum(0)[0] - 1, depth.float())
 
 
 def test_the_losses_of_token_choice_by_hand():
     """Three tokens of p = (1/2, 1/4, 1/4) and one of (1/4, 1/4, 1/2)."""
     model = mor(routing="token", balance_loss=2.0, z_loss=3.0)
     logits = torch.tensor([[[2.0, 1.0, 1.0]] * 3 + [[1.0, 1.0, 2.0]]]).log()
-    losses = model.method._token_losses(logits, logits.argmax(-1))
+    losses = model.method._token_losses(logits, logits.argmax(-1), Context())
     mean_p = (7 / 16, 1 / 4, 5 / 16)
     assert float(losses["balance"]) == pytest.approx(2 * 3 * (0.75 * mean_p[0] + 0.25 * mean_p[2]), rel=1e-5)
     assert float(losses["z"]) == pytest.approx(3 * math.log(4) ** 2, rel=1e-5)
@@ -177,11 +177,11 @@ def test_who_is_seen_in_a_later_recursion(kv, seen, execution):
     method, active = model.method, choice([5, 8])[0]
     changed = h.clone()
     changed[0, 3] = states(1, seed=1)[0, 3]
-    run, kept = Pass(execution), [[], []]
+    ctx, kept = Context(execution), [[], []]
     with torch.no_grad():
         for x, left in zip((h, changed), kept, strict=True):
-            method._recur(0, x, run, torch.ones(1, TIME, dtype=torch.bool), left)
-        before, after = (method._recur(1, h, run, active, left)[0, [5, 8]] for left in kept)
+            method._recur(0, x, ctx, torch.ones(1, TIME, dtype=torch.bool), left)
+        before, after = (method._recur(1, h, ctx, active, left)[0, [5, 8]] for left in kept)
     assert ((after - before).abs().max() > 1e-3) == seen
 
 

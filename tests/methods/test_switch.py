@@ -8,10 +8,10 @@ from torch import Tensor
 
 from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig, RunConfig, SwitchConfig
-from tokendepth.flops import count_flops
+from tokendepth.measure.flops import count_flops
 from tokendepth.methods import build
 from tokendepth.methods.switch import SwitchBlock
-from tokendepth.model import LanguageModel, Pass
+from tokendepth.model import Context, LanguageModel
 
 TIME = 8
 MODEL = ModelConfig(d_model=32, n_layer=2, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=11)
@@ -51,7 +51,7 @@ def test_who_comes_too_late_overflows():
     """Two places an expert: the third and later tokens that want the same one find none, in each sequence alike."""
     block = switched(switch(capacity_factor=1.0))
     expert = torch.tensor([[0, 0, 1, 0, 0, 1, 1, 2], [3, 3, 3, 3, 0, 0, 0, 0]])
-    place = block.queue(expert, Pass())
+    place = block.queue(expert, Context())
     assert place.tolist() == [[1, 2, 1, 3, 4, 2, 3, 1], [1, 2, 3, 4, 1, 2, 3, 4]]
     assert (place <= block.capacity).sum().item() == 5 + 4
 
@@ -60,10 +60,10 @@ def test_the_queue_goes_on_where_the_cache_ended_and_padding_does_not_stand_in_i
     model = switch()
     block, expert = switched(model), torch.tensor([[0, 1, 0, 0, 1, 0]])
     cache = KVCache(MODEL, 1, TIME, like=model.norm.weight.detach())
-    parts = [block.queue(part, Pass(cache=cache)) for part in expert.split([3, 1, 2], dim=1)]
-    assert torch.cat(parts, 1).tolist() == block.queue(expert, Pass()).tolist() == [[1, 1, 2, 3, 2, 4]]
+    parts = [block.queue(part, Context(cache=cache)) for part in expert.split([3, 1, 2], dim=1)]
+    assert torch.cat(parts, 1).tolist() == block.queue(expert, Context()).tolist() == [[1, 1, 2, 3, 2, 4]]
     valid = torch.tensor([[False, False, True, True, True, True]])
-    assert block.queue(expert, Pass(valid=valid))[0, 2:].tolist() == [1, 2, 1, 3]
+    assert block.queue(expert, Context(valid=valid))[0, 2:].tolist() == [1, 2, 1, 3]
 
 
 def test_a_large_capacity_drops_nothing():
@@ -80,10 +80,10 @@ def test_a_token_gets_its_experts_answer_times_its_probability_or_nothing(mode):
     model, h = switch(capacity_factor=0.75), states()
     block = switched(model)
     with torch.no_grad():
-        entered = model.method.blocks[0](h, Pass())
-        attended = block.attend(entered, Pass())
+        entered = model.method.blocks[0](h, Context())
+        attended = block.attend(entered, Context())
         x = block.norm_ffn(attended)
-        spent = model.train(mode == "training").method(h, Pass("sparse" if mode == "sparse" else "hard"))
+        output = model.train(mode == "training").method(h, Context("sparse" if mode == "sparse" else "hard"))
         seen = [[0] * 4 for _ in h]
         for b in range(len(h)):
             for t in range(TIME):
@@ -91,9 +91,9 @@ def test_a_token_gets_its_experts_answer_times_its_probability_or_nothing(mode):
                 i = int(p.argmax())
                 seen[b][i] += 1
                 expected = attended[b, t] + (p[i] * block.experts[i](x[b, t]) if seen[b][i] <= 2 else 0)
-                assert close(spent.hidden[b, t], expected)
-                assert spent.trace.work[1, b, t] == (seen[b][i] <= 2)
-    assert 0 < spent.trace.work[1].mean() < 1
+                assert close(output.hidden[b, t], expected)
+                assert output.trace.work[1, b, t] == (seen[b][i] <= 2)
+    assert 0 < output.trace.work[1].mean() < 1
 
 
 def test_one_expert_runs_for_a_token_and_none_for_one_that_overflowed():
@@ -115,7 +115,7 @@ def test_the_losses_by_hand():
     """Two experts, four tokens with p = (0.75, 0.25) three times and (0.5, 0.5) plus a little once."""
     model = switch(experts=2)
     logits = torch.tensor([[[math.log(3.0), 0.0], [math.log(3.0), 0.0]], [[math.log(3.0), 0.0], [0.0, 1e-6]]])
-    balance, z = model.method._losses(logits, logits.argmax(-1)).tolist()
+    balance, z = model.method._losses(logits, logits.argmax(-1), Context()).tolist()
     f, mean_p = (0.75, 0.25), ((3 * 0.75 + 0.5) / 4, (3 * 0.25 + 0.5) / 4)
     assert balance == pytest.approx(2 * (f[0] * mean_p[0] + f[1] * mean_p[1]), rel=1e-5)
     assert z == pytest.approx((3 * math.log(4.0) ** 2 + math.log(2.0) ** 2) / 4, rel=1e-5)
@@ -125,18 +125,18 @@ def test_balance_is_least_when_all_experts_get_alike():
     model = switch(experts=4)
     even = 9 * torch.eye(4)[torch.arange(8) % 4][None]
     skewed = 9 * torch.eye(4)[torch.zeros(8, dtype=torch.long)][None]
-    balances = [model.method._losses(logits, logits.argmax(-1))[0].item() for logits in (even, skewed)]
+    balances = [model.method._losses(logits, logits.argmax(-1), Context())[0].item() for logits in (even, skewed)]
     assert balances[0] == pytest.approx(1.0, rel=1e-4)
     assert balances[1] == pytest.approx(4.0, rel=1e-2)
 
 
 def test_the_losses_carry_their_weights():
     model, h = switch(balance_loss=0.5, z_loss=0.25).train(), states()
-    block, losses = switched(model), model.method(h, Pass()).losses
+    block, losses = switched(model), model.method(h, Context()).losses
     with torch.no_grad():
-        x = block.norm_ffn(block.attend(model.method.blocks[0](h, Pass()), Pass()))
+        x = block.norm_ffn(block.attend(model.method.blocks[0](h, Context()), Context()))
         logits = block.router(x)
-        balance, z = model.method._losses(logits, logits.argmax(-1)).tolist()
+        balance, z = model.method._losses(logits, logits.argmax(-1), Context()).tolist()
     assert float(losses["balance"].detach()) == pytest.approx(0.5 * balance, rel=1e-5)
     assert float(losses["z"].detach()) == pytest.approx(0.25 * z, rel=1e-5)
 

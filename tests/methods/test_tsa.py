@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth.layers.routers import Router
 from tokendepth.methods import build
-from tokendepth.methods.tsa import TSA, Router
-from tokendepth.model import LanguageModel, Output, Pass, Spent
+from tokendepth.methods.tsa import TSA
+from tokendepth.model import Context, LanguageModel, MethodOutput, Output
 
 LAYERS, TIME = 3, 16
 # No two widths are equal, so that a layer is known by the shape of its weight.
@@ -61,8 +62,8 @@ def run(model: LanguageModel, ids: Tensor, execution: str, decisions: Tensor | N
 
 
 @torch.no_grad()
-def spend(model: LanguageModel, hidden: Tensor, execution: str, decisions: Tensor | None = None) -> Spent:
-    return model.method(hidden, Pass(execution, decisions=decisions))
+def through(model: LanguageModel, hidden: Tensor, execution: str, decisions: Tensor | None = None) -> MethodOutput:
+    return model.method(hidden, Context(execution, decisions=decisions))
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:
@@ -75,31 +76,31 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 @torch.no_grad()
 def test_eq_1_3_and_4_by_hand():
     """One p for a block's attention and for its feed-forward, read from the state before the block."""
-    model, run_pass = tsa(), Pass("soft")
+    model, ctx = tsa(), Context("soft")
     h = states()
-    expected = model.method.blocks[0](h, run_pass)
+    expected = model.method.blocks[0](h, ctx)
     keeps = [torch.ones(2, TIME)]
     for block in model.method.blocks[1:]:
         p = torch.sigmoid(block.router(expected))
-        expected = expected + (1 - p)[..., None] * block.attention(block.norm_attention(expected), run_pass)
+        expected = expected + (1 - p)[..., None] * block.attention(block.norm_attention(expected), ctx)
         expected = expected + (1 - p)[..., None] * block.ffn(block.norm_ffn(expected))
         keeps.append(1 - p)
-    spent = spend(model, h, "soft")
-    assert close(spent.hidden, expected)
-    assert close(spent.trace.work, torch.stack(keeps))
+    output = through(model, h, "soft")
+    assert close(output.hidden, expected)
+    assert close(output.trace.work, torch.stack(keeps))
 
 
 @pytest.mark.parametrize("execution", ["hard", "sparse"])
 def test_the_stem_is_never_gated(execution):
     """All decisions False: what is left is the stem, bit for bit, and it is all of the work."""
     model, h = tsa(), states()
-    spent = spend(model, h, execution, torch.zeros(LAYERS - 1, 2, TIME, dtype=torch.bool))
+    output = through(model, h, execution, torch.zeros(LAYERS - 1, 2, TIME, dtype=torch.bool))
     with torch.no_grad():
-        stem = model.method.blocks[0](h, Pass(execution))
-    assert torch.equal(spent.hidden, stem)
+        stem = model.method.blocks[0](h, Context(execution))
+    assert torch.equal(output.hidden, stem)
     assert not torch.equal(stem, h)
-    assert (spent.trace.work[0] == 1).all()
-    assert (spent.trace.work[1:] == 0).all()
+    assert (output.trace.work[0] == 1).all()
+    assert (output.trace.work[1:] == 0).all()
 
 
 def test_the_stem_has_no_router_and_every_other_block_its_own():
@@ -172,10 +173,10 @@ def test_under_autocast_the_gate_is_still_float32():
 def test_halting_for_sure_leaves_the_state_unchanged(execution):
     model, h = always(tsa(), p=1), states()
     with torch.no_grad():
-        stem = model.method.blocks[0](h, Pass())
-    spent = spend(model, h, execution)
-    assert torch.equal(spent.hidden, stem)
-    assert (spent.trace.work[1:] == 0).all()
+        stem = model.method.blocks[0](h, Context())
+    output = through(model, h, execution)
+    assert torch.equal(output.hidden, stem)
+    assert (output.trace.work[1:] == 0).all()
 
 
 @pytest.mark.parametrize("execution", ["soft", "hard", "sparse"])
@@ -193,9 +194,9 @@ def test_hard_is_soft_where_the_gate_is_binary():
     model, h, active = tsa(), states(), some()[0]
     block = model.method.blocks[1]
     with torch.no_grad():
-        assert torch.equal(block(h, Pass(), gate=active), block(h, Pass(), gate=active.float()))
-        assert torch.equal(block(h, Pass(), gate=active)[~active], h[~active])
-        assert close(block(h, Pass(), gate=active)[active], block(h, Pass())[active])
+        assert torch.equal(block(h, Context(), gate=active), block(h, Context(), gate=active.float()))
+        assert torch.equal(block(h, Context(), gate=active)[~active], h[~active])
+        assert close(block(h, Context(), gate=active)[active], block(h, Context())[active])
 
 
 # --- eq. 5, 6, 7 ------------------------------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ def test_what_is_skipped_does_not_change_what_is_computed():
     assert close(block.logits, ffn.logits)
 
 
-class Rows(TorchFunctionMode):
+class MultipliedRows(TorchFunctionMode):
     """How many rows are multiplied by the feed-forward, the output projection and the routers of each gated block."""
 
     def __init__(self, model: LanguageModel) -> None:
@@ -330,10 +331,10 @@ def test_sparse_really_skips(fraction):
     expected = {"block": (active, active), "ffn": (active, every)}
     for skip, (ffn, out) in expected.items():
         model = tsa(skip=skip)
-        with Rows(model) as rows:
+        with MultipliedRows(model) as rows:
             run(model, ids, "sparse", decisions)
         assert (rows.ffn, rows.out, rows.router) == (ffn, out, every)
-        with Rows(model) as rows:
+        with MultipliedRows(model) as rows:
             run(model, ids, "hard", decisions)
         assert rows.ffn == every, "hard computes all and throws away"
 
@@ -376,7 +377,7 @@ def test_a_skipped_token_keeps_its_key_and_value(execution, skip):
     @torch.no_grad()
     def after(hidden: Tensor) -> Tensor:
         threshold = torch.where(active, -math.inf, math.inf)
-        return model.method._decided(block, hidden, Pass(execution), threshold)[0]
+        return model.method._execute(block, hidden.clone(), Context(execution), threshold)[0]
 
     assert torch.equal(after(h)[0, at], h[0, at])
     assert torch.equal(after(changed)[0, at], changed[0, at])

@@ -2,14 +2,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 ROOT = Path(__file__).resolve().parents[2]
+NO_TRITON = "no kernel: triton is not installed (pip install 'tokendepth[kernels]')"
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +28,12 @@ def _poisoned_memory():
 
 @pytest.fixture(scope="module")
 def measured(request) -> dict[str, Any]:
-    """What the test file, run as a script, prints about its kernel: on a GPU, else in Triton's interpreter."""
+    """What the test file, run as a script, prints about its kernel: on a GPU, else in Triton's interpreter.
+
+    For one test of a file: of two, each worker might run the script.
+    """
     if find_spec("triton") is None:
-        pytest.skip("no kernel: triton is not installed (pip install 'tokendepth[kernels]')")
+        pytest.skip(NO_TRITON)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
@@ -33,3 +41,32 @@ def measured(request) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, name, _ = str(func).split(".")
+        if namespace == "tokendepth":
+            self.names.append(name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def kernels_on_a_gpu() -> Callable[..., list[str]]:
+    """The kernels that a function launches, in order, if its arguments are on a GPU; none is needed to ask."""
+    if find_spec("triton") is None:
+        pytest.skip(NO_TRITON)
+
+    def launched(function: Callable[..., Any], *arguments: Any) -> list[str]:
+        def there(x: Any) -> Any:
+            return torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, torch.Tensor) else x
+
+        with FakeTensorMode(), _Calls() as calls:
+            function(*tree_map(there, arguments))
+        return calls.names
+
+    return launched

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tokendepth.ops.router import halting_logits
@@ -145,29 +143,19 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-@needs_triton
-def test_auto_on_a_gpu_knows_what_the_kernel_is_good_at():
+def test_auto_on_a_gpu_knows_what_the_kernel_is_good_at(kernels_on_a_gpu):
     def runs_the_kernel(d: int, hidden: int, low_precision: bool) -> bool:
-        with FakeTensorMode(), Calls() as calls:  # a GPU is not needed to ask
-            sizes = ((2, 5, d), (hidden, d), (hidden,), (1, hidden), (1,))
-            logits = halting_logits(*(torch.empty(size, device="cuda") for size in sizes), low_precision)
-        assert (logits.shape, logits.dtype, logits.is_cuda) == ((2, 5), torch.float32, True)
-        return "tokendepth.halting_logits.default" in calls.names
+        def run(*arguments: torch.Tensor) -> None:
+            logits = halting_logits(*arguments, low_precision)
+            assert (logits.shape, logits.dtype, logits.is_cuda) == ((2, 5), torch.float32, True)
+
+        sizes = ((2, 5, d), (hidden, d), (hidden,), (1, hidden), (1,))
+        return kernels_on_a_gpu(run, *map(torch.zeros, sizes)) == ["halting_logits"]
 
     assert runs_the_kernel(256, 64, True)
     assert runs_the_kernel(512, 128, True)
     assert not runs_the_kernel(768, 192, True)
     assert not runs_the_kernel(256, 64, False)
-
-
-class Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(str(func))
-        return func(*args, **kwargs or {})
 
 
 def test_kernel(measured):

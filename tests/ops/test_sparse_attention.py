@@ -14,20 +14,24 @@ from tokendepth.ops.sparse_attention import sparse_attention
 from tokendepth.ops.sparse_attention.eager import eager
 from tokendepth.ops.sparse_attention.reference import reference
 
-SIZES = [  # batch, time, keys already in the cache, heads, width
-    (1, 1, 0, 1, 1),
-    (3, 7, 0, 2, 5),
-    (2, 13, 4, 3, 6),
-    (5, 1, 15, 4, 8),
-    (2, 17, 3, 1, 3),
-    (1, 11, 3, 2, 4),
+SIZES = [  # batch, time, keys already in the cache, heads, width, heads of keys and values
+    (1, 1, 0, 1, 1, 1),
+    (3, 7, 0, 2, 5, 2),
+    (2, 13, 4, 3, 6, 3),
+    (5, 1, 15, 4, 8, 4),
+    (2, 17, 3, 1, 3, 1),
+    (1, 11, 3, 2, 4, 2),
+    (1, 9, 5, 4, 6, 2),
+    (3, 8, 7, 4, 3, 2),
+    (1, 7, 0, 4, 5, 1),
+    (2, 10, 3, 4, 5, 1),
 ]
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 each_size = pytest.mark.parametrize("size", SIZES, ids=str)
 each_active = pytest.mark.parametrize("active", ["none", "one", "some", "all"])
-each_dtype = pytest.mark.parametrize("dtype", ROUNDING, ids=["float64", "float32"])
-masked = pytest.mark.parametrize("with_mask", [False, True], ids=["all keys", "key_valid"])
+masked = pytest.mark.parametrize("mask", [False, True], ids=["all keys", "key_valid"])
+placed = pytest.mark.parametrize("columns", [False, True], ids=["last keys", "columns"])
 
 
 @pytest.fixture(autouse=True, params=["a call per sequence", "a call per half of one", "padded", "products if alone"])
@@ -40,11 +44,14 @@ def _way(request, monkeypatch):
         monkeypatch.setattr(eager_module, "MANY_ROWS", 0)
 
 
-def inputs(size: tuple[int, ...], which: str, *, mask: bool = False) -> tuple[Tensor, ...]:
-    """q, k, v, active and key_valid (or None), in float64."""
-    batch, time, cached, heads, width = size
+def inputs(size: tuple[int, ...], which: str, *, mask: bool = False, columns: bool = False) -> tuple[Tensor, ...]:
+    """q, k, v, active, key_valid (or None) and columns (or None), in float64.
+
+    Columns are ragged: each sequence has its own length, and its tokens stand anywhere among its keys, in order.
+    """
+    batch, time, cached, heads, width, kv_heads = size
     rng = torch.Generator().manual_seed(sum(size))
-    k, v = torch.randn(2, batch, heads, cached + time, width, generator=rng, dtype=torch.float64)
+    k, v = torch.randn(2, batch, kv_heads, cached + time, width, generator=rng, dtype=torch.float64)
     active = torch.rand(batch, time, generator=rng) < {"some": 0.4, "all": 1.0}.get(which, 0.0)
     if which == "one":
         active[batch // 2, time // 2] = True
@@ -52,7 +59,9 @@ def inputs(size: tuple[int, ...], which: str, *, mask: bool = False) -> tuple[Te
         active[0], active[-1, -1] = False, True  # a sequence without any, unless it is the only one
     q = torch.randn(int(active.sum()), heads, width, generator=rng, dtype=torch.float64)
     key_valid = torch.rand(batch, cached + time, generator=rng) < 0.6 if mask else None
-    return q, k, v, active, key_valid
+    lengths = torch.randint(time, cached + time + 1, (batch,), generator=rng).tolist()
+    places = torch.stack([torch.randperm(length, generator=rng)[:time].sort().values for length in lengths])
+    return q, k, v, active, key_valid, places if columns else None
 
 
 def to(dtype: torch.dtype, tensors: tuple[Tensor, ...]) -> list[Tensor]:
@@ -68,27 +77,29 @@ def assert_rounding(actual: Tensor, expected: Tensor) -> None:
 
 @each_size
 @each_active
-@each_dtype
 @masked
-def test_eager_equals_the_reference(size, active, dtype, with_mask):
-    arguments = inputs(size, active, mask=with_mask)
-    actual = eager(*to(dtype, arguments))
-    assert actual.dtype == dtype
-    assert len(actual) == int(arguments[3].sum())
-    assert_rounding(actual, reference(*arguments))
+@placed
+def test_eager_equals_the_reference(size, active, mask, columns):
+    arguments = inputs(size, active, mask=mask, columns=columns)
+    expected = reference(*arguments)
+    for dtype in ROUNDING:
+        actual = eager(*to(dtype, arguments))
+        assert actual.dtype == dtype
+        assert len(actual) == int(arguments[3].sum())
+        assert_rounding(actual, expected)
 
 
 @each_size
 @pytest.mark.parametrize("active", ["one", "some", "all"])  # without a row there is nothing to differentiate
 @masked
-def test_gradients_equal_the_references(size, active, with_mask):
-    *tensors, mask, key_valid = inputs(size, active, mask=with_mask)
+@placed
+def test_gradients_equal_the_references(size, active, mask, columns):
+    *tensors, flags, key_valid, places = inputs(size, active, mask=mask, columns=columns)
+    weight = torch.linspace(1, 2, tensors[0].shape[-1], dtype=torch.float64)
     gradients = []
     for op in (eager, reference):
         leaves = [t.clone().requires_grad_() for t in tensors]
-        (
-            op(*leaves, mask, key_valid) * torch.linspace(1, 2, tensors[0].shape[-1], dtype=torch.float64)
-        ).sum().backward()
+        (op(*leaves, flags, key_valid, places) * weight).sum().backward()
         gradients.append([t.grad for t in leaves])
     for actual, expected in zip(*gradients, strict=True):
         # At least 1: gradients that are zero in theory (a row with one key) are rounding of terms of that size.
@@ -106,33 +117,57 @@ def test_the_reference_is_the_definition():
         hidden = torch.tensor([[False, False]])
         own = op(q, k, v, torch.tensor([[False, True]]), hidden).item()
         assert own == pytest.approx(20), "a token always sees its own key"
+        first, second = (op(q, k, v, torch.tensor([[True]]), None, torch.tensor([[n]])).item() for n in (0, 1))
+        assert first == pytest.approx(10), "it stands at the first key"
+        assert second == pytest.approx(expected, rel=1e-6)
 
 
 @each_size
 @pytest.mark.parametrize("active", ["one", "some", "all"])
-def test_all_rows_are_those_of_dense_attention(size, active):
+@placed
+def test_all_rows_are_those_of_dense_attention(size, active, columns):
     """The rows of some tokens are the same rows of attention over all."""
-    q, k, v, everything, _ = inputs(size, "all")
-    _, _, _, chosen, _ = inputs(size, active)
-    assert_rounding(eager(q[chosen.flatten()], k, v, chosen), eager(q, k, v, everything)[chosen.flatten()])
+    q, k, v, everything, _, places = inputs(size, "all", columns=columns)
+    chosen = inputs(size, active)[3]
+    found = eager(q[chosen.flatten()], k, v, chosen, None, places)
+    assert_rounding(found, eager(q, k, v, everything, None, places)[chosen.flatten()])
+
+
+@pytest.mark.parametrize("size", [size for size in SIZES if size[3] != size[5]], ids=str)
+def test_a_group_of_heads_shares_its_keys_and_values(size):
+    """As if each had its own, neighbours the same."""
+    q, k, v, active, key_valid, places = inputs(size, "some", mask=True, columns=True)
+    own_k, own_v = (kept.repeat_interleave(size[3] // size[5], dim=1) for kept in (k, v))
+    for op in (eager, reference):
+        assert_rounding(op(q, k, v, active, key_valid, places), op(q, own_k, own_v, active, key_valid, places))
 
 
 @each_size
-def test_what_must_not_be_seen_is_not(size):
+def test_the_last_keys_are_columns_too(size):
+    q, k, v, active, key_valid, _ = inputs(size, "some", mask=True)
+    last = torch.arange(size[2], size[2] + size[1]).expand(size[0], -1)
+    for op in (eager, reference):
+        assert_rounding(op(q, k, v, active, key_valid, last), op(q, k, v, active, key_valid))
+
+
+@each_size
+@placed
+def test_what_must_not_be_seen_is_not(size, columns):
     """Later and invalid keys hold values that would drown the rest. They are finite: weight 0 times NaN is NaN."""
-    q, k, v, active, key_valid = inputs(size, "some", mask=True)
+    q, k, v, active, key_valid, places = inputs(size, "some", mask=True, columns=columns)
     cached, (batch, time) = size[2], active.shape
     seen = torch.zeros(batch, cached + time, dtype=torch.bool)
     for b, t in active.nonzero().tolist():
-        seen[b, : cached + t + 1] |= key_valid[b, : cached + t + 1]
-        seen[b, cached + t] = True
+        own = cached + t if places is None else int(places[b, t])
+        seen[b, : own + 1] |= key_valid[b, : own + 1]
+        seen[b, own] = True
     hidden = ~seen[:, None, :, None]
     poisoned = (k.masked_fill(hidden, 1e200), v.masked_fill(hidden, 1e200))
-    assert_rounding(eager(q, *poisoned, active, key_valid), reference(q, k, v, active, key_valid))
+    assert_rounding(eager(q, *poisoned, active, key_valid, places), reference(q, k, v, active, key_valid, places))
 
 
 def test_a_sequence_reads_no_other_one():
-    q, k, v, active, _ = inputs((3, 7, 0, 2, 5), "some")
+    q, k, v, active, _, _ = inputs((3, 7, 0, 2, 5, 2), "some")
     expected = reference(q, k, v, active)
     for other in range(3):
         k_poisoned, v_poisoned = k.clone(), v.clone()
@@ -143,7 +178,7 @@ def test_a_sequence_reads_no_other_one():
 
 def test_the_op_takes_views():
     """As the model gives them: heads split from a row, transposed, and a slice of a cache."""
-    q, k, v, active, key_valid = inputs((2, 13, 4, 3, 6), "some", mask=True)
+    q, k, v, active, key_valid, _ = inputs((2, 13, 4, 3, 6, 3), "some", mask=True)
     buffers = [torch.full((2, 3, 40, 6), torch.nan, dtype=torch.float64) for _ in range(2)]
     for buffer, tensor in zip(buffers, (k, v), strict=True):
         buffer[:, :, :17] = tensor
@@ -155,13 +190,13 @@ def test_the_op_takes_views():
 
 
 def test_the_inputs_are_left_as_they_were():
-    arguments = inputs((2, 13, 4, 3, 6), "some", mask=True)
+    arguments = inputs((2, 13, 4, 3, 6, 3), "some", mask=True, columns=True)
     before = [t.clone() for t in arguments]
     eager(*arguments)
     assert all(torch.equal(a, b) for a, b in zip(arguments, before, strict=True))
 
 
 def test_one_sequence_is_as_contiguous_as_a_compiler_is_told():
-    q, k, v, active, _ = inputs((1, 9, 0, 3, 4), "all")
+    q, k, v, active, _, _ = inputs((1, 9, 0, 3, 4, 3), "all")
     with sdpa_kernel(SDPBackend.MATH):  # which leaves its rows in another order
         assert eager(q, k, v, active).is_contiguous()

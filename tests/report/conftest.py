@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.report.fakes import write_run
-from tokendepth.runs import Run
+from tokendepth.runs.run import Run
 
 
 @pytest.fixture

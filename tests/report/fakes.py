@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tokendepth.config import DataConfig, DenseConfig, RunConfig, TrainConfig, TSAConfig
-from tokendepth.files import write_json, write_manifest
-from tokendepth.runs import Run
+from tokendepth.runs.files import write_json, write_manifest
+from tokendepth.runs.run import Run
 
 TEXT = (
     "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\nFirst Citizen:\n"

@@ -271,14 +271,15 @@ def python(code: str, *blocked: str) -> subprocess.CompletedProcess:
 def test_it_runs_without_torch(make_run, tmp_path):
     run = make_run("tsa", evaluation=tsa_evaluation(text="ab c"), rows=metrics(until=500))
     code = (
-        "from pathlib import Path\nfrom tokendepth.runs import Run\n"
+        "from pathlib import Path\nfrom tokendepth.runs.run import Run\n"
         "from tokendepth.report import build, terminal_table\n"
         f"run = Run.open({str(run.path)!r})\nterminal_table([run])\nbuild([run], Path({str(tmp_path / 'out')!r}))\n"
         "print(sorted(n for n in sys.modules if n.startswith('tokendepth.') and not n.startswith('tokendepth.report')))"
     )
     done = python(code, "torch")
     assert done.returncode == 0, done.stderr
-    allowed = ("config", "method_configs", "checks", "errors", "files", "results", "runs", "trace")
+    runs = ("runs", "runs.files", "runs.results", "runs.run")
+    allowed = ("config", "method_configs", "checks", "errors", "trace", *runs)
     assert set(eval(done.stdout)) <= {f"tokendepth.{name}" for name in allowed}
     assert (tmp_path / "out" / "report.html").exists()
 
@@ -287,7 +288,7 @@ def test_it_runs_without_torch(make_run, tmp_path):
 def test_a_missing_extra_names_its_remedy_and_the_tables_need_none(make_run, tmp_path, missing):
     run = make_run("tsa", evaluation=tsa_evaluation(text="ab c"))
     code = (
-        "from tokendepth.report import build, markdown_table, rows\nfrom tokendepth.runs import Run\n"
+        "from tokendepth.report import build, markdown_table, rows\nfrom tokendepth.runs.run import Run\n"
         "from tokendepth.errors import UserError\n"
         f"run = Run.open({str(run.path)!r})\nprint(markdown_table(rows([run])))\n"
         f"try:\n    build([run], {str(tmp_path / 'out')!r})\nexcept UserError as error:\n    print('said:', error)"

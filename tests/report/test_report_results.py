@@ -10,7 +10,7 @@ from tokendepth.report import collect, markdown_table, rows
 from tokendepth.report.readme import render
 from tokendepth.report.results import records
 from tokendepth.report.summary import group
-from tokendepth.results import add_rows, read_rows
+from tokendepth.runs.results import add_rows, read_rows
 
 
 def test_a_row_takes_the_place_of_the_one_it_repeats(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tokendepth.report.speed import PAGE, RESULTS, TARGETS, TRAINING, headline, page
-from tokendepth.results import read_rows
+from tokendepth.runs.results import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 

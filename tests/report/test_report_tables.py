@@ -36,6 +36,7 @@ def test_each_number_stands_in_the_column_of_its_mode(make_run):
         "FLOPs per token, executed": "8,300,000",
         "speed vs dense (measured; above 1 is faster)": "1.24x (cpu, batch 8)",
         "bits per char (hard)": "2.0952",
+        "bits per byte (hard)": "2.0952",
     }
 
 
@@ -55,6 +56,7 @@ def test_json_holds_the_evaluation_unrounded(make_run):
         "flops_per_token": evaluation["flops_per_token"],
         "speedup": evaluation["time"]["speedup"],
         "bits_per_character": evaluation["hard"]["bits_per_character"],
+        "bits_per_byte": evaluation["hard"]["bits_per_byte"],
         "accuracy": None,
     }
     assert row["timed_on"] == "cpu, batch 8"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokendepth.config import PAPER_THRESHOLDS, EarlyExitConfig, RunConfig, TSAConfig, to_dict
-from tokendepth.results import add_rows
+from tokendepth.runs.results import add_rows
 from tokendepth.studies import tables
 
 ENV = {"device": "Abacus 9000", "commit": "0123456789ab"}

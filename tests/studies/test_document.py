@@ -9,7 +9,7 @@ import pytest
 
 from tests.studies.fakes import write_results
 from tokendepth.report.summary import Stat
-from tokendepth.results import read_rows
+from tokendepth.runs.results import read_rows
 from tokendepth.studies import tables
 from tokendepth.studies.claims import claims
 from tokendepth.studies.document import Tally, _took, document, write

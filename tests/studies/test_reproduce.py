@@ -17,8 +17,8 @@ from tokendepth.cli import main, parse
 from tokendepth.config import override
 from tokendepth.errors import UserError
 from tokendepth.recipes import recipe, variants
-from tokendepth.results import read_rows
-from tokendepth.runs import config_bytes
+from tokendepth.runs.results import read_rows
+from tokendepth.runs.run import config_bytes
 from tokendepth.studies import grid, tables
 from tokendepth.studies.evidence import Evidence
 from tokendepth.studies.reproduce import CALLS, RUNS, reproduce

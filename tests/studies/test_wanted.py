@@ -9,7 +9,7 @@ from tokendepth.config import BudgetConfig, DataConfig, DenseConfig, ModelConfig
 from tokendepth.report.pareto import pareto
 from tokendepth.report.results import records
 from tokendepth.report.summary import group
-from tokendepth.results import Row, add_rows
+from tokendepth.runs.results import Row, add_rows
 from tokendepth.studies.wanted import PAGE, Runs, _accuracy, _against_dense, _at_same_flops, _held, page
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,10 +4,10 @@ from typing import Any
 
 from tokendepth import data
 from tokendepth.config import RunConfig, to_dict
-from tokendepth.evaluate import batches, measure
-from tokendepth.machine import choose_device, environment
+from tokendepth.measure.evaluate import batches, measure
 from tokendepth.methods import build
-from tokendepth.train import resolve
+from tokendepth.runs.machine import choose_device, environment
+from tokendepth.train.loop import resolve
 
 TOKENS = 2**14
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from tokendepth import data
 from tokendepth.data import CharTokenizer, TextDataset
 from tokendepth.errors import UserError
-from tokendepth.evaluate import batches, load_model
-from tokendepth.machine import choose_device, environment
-from tokendepth.runs import Run
+from tokendepth.measure.evaluate import batches, load_model
+from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.run import Run
 from tokendepth.trace import Execution
 
 TOKENS = 2**17

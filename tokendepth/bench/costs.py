@@ -8,13 +8,13 @@ from torch import Tensor
 from tokendepth import data
 from tokendepth.cache import KVCache
 from tokendepth.config import RunConfig, to_dict
-from tokendepth.evaluate import batches, execute_at, load_model, time_forward
-from tokendepth.flops import training_flops
-from tokendepth.machine import environment
+from tokendepth.measure.evaluate import batches, execute_at, load_model, time_forward
+from tokendepth.measure.flops import training_flops
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel
-from tokendepth.results import Row
-from tokendepth.runs import Run
+from tokendepth.runs.machine import environment
+from tokendepth.runs.results import Row
+from tokendepth.runs.run import Run
 
 BATCH = 8
 """Sequences in the timed forward pass, and in the cache that is looked into."""

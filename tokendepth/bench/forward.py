@@ -19,19 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokendepth import auto, calibrate, data
-from tokendepth.clock import captured, interleaved, quartiles
-from tokendepth.compiled import compiled
-from tokendepth.config import BudgetConfig, DenseConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth import data
+from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth.context import Rows
 from tokendepth.data import Dataset
 from tokendepth.data.dataset import Split
 from tokendepth.errors import UserError
-from tokendepth.evaluate import batches, load_model
-from tokendepth.machine import choose_device, environment
+from tokendepth.infer import auto
+from tokendepth.infer.compile import compiled
+from tokendepth.measure import calibrate
+from tokendepth.measure.clock import captured, interleaved, quartiles
+from tokendepth.measure.evaluate import batches, has_curve, load_model
 from tokendepth.methods import build
-from tokendepth.model import Block, LanguageModel, Output, Pass
-from tokendepth.results import Row, add_rows
-from tokendepth.runs import Run
+from tokendepth.model import Block, LanguageModel, Output
+from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.results import Row, add_rows
+from tokendepth.runs.run import Run
 from tokendepth.trace import DepthTotals
 
 FRACTIONS = (0.1, 0.25, 0.4, 0.5, 0.6, 0.726, 0.8, 1.0)
@@ -162,7 +165,7 @@ def _evaluated(run: Run) -> dict[float | None, dict[str, Row]]:
         return {"val_loss": at[execution]["loss"], **(skipped if execution == "sparse" else {})}
 
     evaluation = run.evaluation or {}
-    if isinstance(run.config.method, BudgetConfig) and run.config.method.dial:
+    if calibrate.has_budget(run.config) and has_curve(run.config):
         points = {point["budget"]: point for point in evaluation["curve"]}
         if not set(BUDGETS) <= set(points):
             raise UserError(f"{run.path} has no curve over budgets; run: tokendepth evaluate {run.path} --curve")
@@ -217,10 +220,10 @@ def _compared(
     baselines = list(conditions)
     totals, choices, first = {}, {}, next(iter(cases))
     for fraction, decisions in cases.items():
-        told = {} if decisions is None else model.told(decisions)
+        forced = {} if decisions is None else model.forcing(decisions)
 
-        def run(execution: Any, told: dict[str, Tensor] = told) -> Output:
-            return fast(ids, execution=execution, **told)
+        def run(execution: Any, forced: dict[str, Tensor] = forced) -> Output:
+            return fast(ids, execution=execution, **forced)
 
         _check_equal(run("sparse"), model(ids, execution="hard", decisions=decisions))
         totals["sparse", fraction] = run("sparse").trace.totals()
@@ -286,11 +289,11 @@ def _dense_conditions(config: ModelConfig, ids: Tensor) -> dict[tuple[str, float
 
 def _at_full_activity(dense: LanguageModel, ids: Tensor) -> Tensor:
     """A dense model by the kernels that skip, which then skip nothing."""
-    run, everyone = Pass("sparse"), torch.ones_like(ids, dtype=torch.bool)
-    hidden = dense.embedded(ids, run)
+    hidden, ctx = dense.entering(ids, "sparse")
+    everyone = Rows(torch.ones_like(ids, dtype=torch.bool))
     for block in (module for module in dense.method.modules() if isinstance(module, Block)):
-        few = block.saves_kernels(hidden)  # then there is no list to be made of everybody
-        hidden = block.forward_all(hidden, run) if few else block.forward_active(hidden, run, everyone)
+        # Where launches decide, the block needs no list of everybody.
+        hidden = block(hidden, ctx, None if block.launch_bound(hidden) else everyone)
     return dense.readout(hidden)
 
 

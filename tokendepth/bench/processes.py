@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tokendepth.bench.forward import write_row
 from tokendepth.errors import UserError
-from tokendepth.progress import console
-from tokendepth.results import Row
+from tokendepth.runs.results import Row
+from tokendepth.train.progress import console
 
 
 def measure(words: list[str], count: int, results: Path) -> Iterator[Row]:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tokendepth.clock import interleaved, quartiles
 from tokendepth.config import (
     BudgetConfig,
     DataConfig,
@@ -24,11 +23,13 @@ from tokendepth.config import (
     TrainConfig,
     TSAConfig,
 )
-from tokendepth.machine import choose_device, environment
+from tokendepth.measure.clock import interleaved, quartiles
 from tokendepth.methods import build
-from tokendepth.results import Row, add_rows
-from tokendepth.step import OptimiserStep, Ranks
-from tokendepth.train import train
+from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.results import Row, add_rows
+from tokendepth.train.loop import train
+from tokendepth.train.ranks import Ranks
+from tokendepth.train.step import OptimiserStep
 
 Shapes = dict[str, tuple[ModelConfig, int]]
 Methods = dict[str, MethodConfig]

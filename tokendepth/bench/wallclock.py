@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokendepth.clock import interleaved, quartiles
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig
-from tokendepth.machine import choose_device, environment
+from tokendepth.measure.clock import interleaved, quartiles
 from tokendepth.methods import build
-from tokendepth.results import Row, add_rows, read_rows
+from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.results import Row, add_rows, read_rows
 from tokendepth.trace import Execution
 
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.726, 0.8, 0.833, 0.9, 1.0)

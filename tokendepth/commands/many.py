@@ -40,7 +40,7 @@ class Sweep:
 
         from tokendepth.recipes import variants
         from tokendepth.report import collect, terminal_table
-        from tokendepth.sweep import sweep
+        from tokendepth.train.sweep import sweep
 
         if not self.grid:
             raise UserError(
@@ -200,7 +200,7 @@ class Bench:
         from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
         from tokendepth.bench.faults.registry import measure
-        from tokendepth.progress import console
+        from tokendepth.train.progress import console
 
         failed = 0
         with Progress(

@@ -45,9 +45,9 @@ class Demo:
     def __call__(self) -> None:
         from rich.console import Console
 
-        from tokendepth.evaluate import evaluate
+        from tokendepth.measure.evaluate import evaluate
         from tokendepth.report import build, terminal_table
-        from tokendepth.train import train
+        from tokendepth.train.loop import train
 
         runs = []
         for name in ("demo.dense", "demo.tsa"):
@@ -73,7 +73,7 @@ class Train:
     """Go on with the run in --out, or start it where there is none: repeat the same line until it is done."""
 
     def __call__(self) -> None:
-        from tokendepth.train import train
+        from tokendepth.train.loop import train
 
         config = _config(self.recipe)
         out = self.out or Path("runs") / f"{config.recipe}-{config.train.seed}"
@@ -102,9 +102,9 @@ class Evaluate:
     """Print one JSON object instead of a table."""
 
     def __call__(self) -> None:
-        from tokendepth.evaluate import evaluate
+        from tokendepth.measure.evaluate import evaluate
         from tokendepth.report import terminal_table
-        from tokendepth.runs import Run
+        from tokendepth.runs.run import Run
 
         run = Run.open(self.run)
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "json")}
@@ -138,9 +138,10 @@ class Calibrate:
     def __call__(self) -> None:
         import torch
 
-        from tokendepth import calibrate, data
-        from tokendepth.evaluate import load_model
-        from tokendepth.runs import Run
+        from tokendepth import data
+        from tokendepth.measure import calibrate
+        from tokendepth.measure.evaluate import load_model
+        from tokendepth.runs.run import Run
 
         run = Run.open(self.run)
         calibrate.check(run, self.budget)
@@ -160,7 +161,7 @@ class Describe:
     """Print one JSON object instead of lines."""
 
     def __call__(self) -> None:
-        from tokendepth.describe import describe
+        from tokendepth.measure.describe import describe
 
         facts = describe(_config(self.recipe))
         if self.json:
@@ -187,7 +188,7 @@ class Report:
 
     def __call__(self) -> None:
         from tokendepth.report import build, collect
-        from tokendepth.runs import Run
+        from tokendepth.runs.run import Run
 
         runs = [Run.open(path) for path in self.runs]
         print(build(runs, self.out, title=self.title))
@@ -217,8 +218,8 @@ class Generate:
     """Execute a budget-routed run at this budget instead of its own."""
 
     def __call__(self) -> None:
-        from tokendepth.generate import Spending, generate
-        from tokendepth.runs import Run
+        from tokendepth.infer.generate import Spending, generate
+        from tokendepth.runs.run import Run
 
         spending = Spending()
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "prompt")}

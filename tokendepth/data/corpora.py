@@ -1,21 +1,29 @@
 """From a name to a dataset: stdlib, shakespeare, enwik8, text:PATH, copy and sort."""
 
+import contextlib
+import functools
 import hashlib
+import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from tokendepth.config import DEFAULT_SOURCE_LENGTH, DataConfig
+from tokendepth.data.bpe import BPETokenizer, tokenizers_library
+from tokendepth.data.build import Ends, TokenStream, bpe_stream, byte_stream, char_stream
 from tokendepth.data.dataset import Dataset
 from tokendepth.data.fetch import PUBLISHED, fetch
-from tokendepth.data.store import load_tokens, save_tokens
+from tokendepth.data.source import Source, read_pieces
+from tokendepth.data.store import keep_tokens, load_tokens
 from tokendepth.data.synthetic import SyntheticDataset
-from tokendepth.data.text import TextDataset, build
+from tokendepth.data.text import TextDataset
 from tokendepth.data.tokenizer import ByteTokenizer, SymbolTokenizer
 from tokendepth.errors import UserError
 
+LARGEST_CORPUS = 10**11  # bytes; by mistake somebody might name a disk image
+LARGEST_TOKENIZER = 10**8  # bytes; the largest in use have about a third of that
 STDLIB_BYTES = 1_000_000
 # Installed packages, tests, and what reads like tables rather than like code.
 NOT_STDLIB = {
@@ -31,26 +39,36 @@ def load(config: DataConfig) -> Dataset:
         # The SHA-256 is known beforehand, so a cached corpus never needs its source.
         return _load_text(config, config.corpus, published.sha256, lambda: fetch(published), published.train_and_val)
     if config.corpus == "stdlib":
-        content, label = stdlib_text(), "stdlib"
+        source, label = Source.of_bytes("stdlib", stdlib_text()), "stdlib"
     else:
-        content, label = _read_file(config.corpus), "text"
-    return _load_text(config, label, hashlib.sha256(content).hexdigest(), lambda: content)
+        source, label = _text_file(config.corpus), "text"
+    sha256 = source.sha256()
+    return _load_text(config, label, sha256, lambda: source.expecting(sha256))
 
 
 def _load_text(
-    config: DataConfig,
-    label: str,
-    sha256: str,
-    read: Callable[[], bytes],
-    train_and_val: tuple[int, int] | None = None,
+    config: DataConfig, label: str, sha256: str, source: Callable[[], Source], train_and_val: Ends | None = None
 ) -> TextDataset:
+    tokens, stream = _tokens(config)
     # The label is part of the key: a copy of enwik8 read as text:PATH has the same SHA-256 but other splits.
-    key = f"{label}-{config.tokens}-{sha256}"
+    key = f"{label}-{tokens}-{sha256}"
     dataset = load_tokens(key, config.corpus)
     if dataset is None:
-        dataset = build(config.corpus, sha256, read(), config.tokens, train_and_val)
-        save_tokens(key, dataset)
+        dataset = keep_tokens(key, stream(source(), sha256, train_and_val=train_and_val))
     return dataset
+
+
+def _tokens(config: DataConfig) -> tuple[str, Callable[..., TokenStream]]:
+    """What tells the tokens from all others, as a part of a file's name; and what makes them."""
+    if config.tokens == "byte":
+        return "byte", byte_stream
+    if config.tokens == "char":
+        return "char", char_stream
+    tokenizers_library()  # before anything is read
+    if config.token_kind == "bpe":
+        return f"bpe-{config.bpe_size}", functools.partial(bpe_stream, bpe=config.bpe_size)
+    tokenizer, sha256 = read_tokenizer(config.tokens)
+    return f"tokenizer-{sha256}", functools.partial(bpe_stream, bpe=tokenizer)
 
 
 def vocab_size(config: DataConfig) -> int:
@@ -59,8 +77,13 @@ def vocab_size(config: DataConfig) -> int:
         return SymbolTokenizer().vocab_size
     if config.tokens == "byte":
         return ByteTokenizer().vocab_size
+    if config.token_kind == "tokenizer":
+        return read_tokenizer(config.tokens)[0].vocab_size
     if published := PUBLISHED.get(config.corpus):
-        return published.char_vocabulary
+        if config.tokens == "char":
+            return published.char_vocabulary
+        if config.bpe_size <= published.bpe_vocabulary:
+            return config.bpe_size
     return load(config).tokenizer.vocab_size
 
 
@@ -94,26 +117,69 @@ def _stdlib_files(root: Path) -> Iterator[Path]:
     return (root / path for path in sorted(found, key=Path.as_posix))
 
 
-# --- the user's own file ----------------------------------------------------------------------------------------------
+# --- the user's own files ---------------------------------------------------------------------------------------------
 
 
-def _read_file(corpus: str) -> bytes:
+def _text_file(corpus: str) -> Source:
     path = Path(os.path.expanduser(corpus.removeprefix("text:")))  # a shell leaves ~ alone after text:
-    said = f"data.corpus is {corpus!r}"
+    said, a_file = f"data.corpus is {corpus!r}", "give the path of a text file as text:PATH"
+    size = _regular_file(path, said, a_file)
+
+    def check(found: int) -> None:
+        if found > LARGEST_CORPUS:
+            raise UserError(f"{said}: more than {LARGEST_CORPUS // 10**9} GB; name a part of it, in a file of its own")
+
+    def pieces() -> Generator[bytes, None, None]:
+        found = 0
+        with _file_faults(said, a_file), open(path, "rb") as file:
+            for piece in read_pieces(file, LARGEST_CORPUS + 1):
+                found += len(piece)
+                yield piece
+        check(found)  # some files of a system never end, whatever their size is said to be
+        if not found:
+            raise UserError(f"{said}: the file is empty; name a file with text in it")
+
+    check(size)
+    return Source(corpus, size, pieces)
+
+
+def read_tokenizer(tokens: str) -> tuple[BPETokenizer, str]:
+    """The tokenizer that tokenizer:PATH names, and the SHA-256 of its file."""
+    path = Path(os.path.expanduser(tokens.removeprefix("tokenizer:")))
+    said, a_file = f"data.tokens is {tokens!r}", "give the path of a tokenizer.json as tokenizer:PATH"
+    tokenizers_library()
+    size = _regular_file(path, said, a_file)
+    if size > LARGEST_TOKENIZER:
+        raise UserError(f"{said}: {size:,} bytes, too many for a tokenizer; {a_file}")
+    with _file_faults(said, a_file), open(path, "rb") as file:
+        content = file.read(LARGEST_TOKENIZER)
     try:
-        mode = os.stat(path).st_mode
-        # Anything but a regular file is not read: a pipe or a device might never end.
-        content = path.read_bytes() if stat.S_ISREG(mode) else b""
+        tokenizer = BPETokenizer.from_tree(json.loads(content))
+    except UserError as error:
+        raise UserError(f"{said}: {error}; {a_file}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{said}: not JSON ({str(error)[:80]}); {a_file}") from None
+    return tokenizer, hashlib.sha256(content).hexdigest()
+
+
+def _regular_file(path: Path, said: str, remedy: str) -> int:
+    """Its size. Anything but a regular file is refused before it is read: a pipe or a device might never end."""
+    with _file_faults(said, remedy):
+        facts = os.stat(path)
+    if stat.S_ISDIR(facts.st_mode):
+        raise UserError(f"{said}: a folder; name one file in it")
+    if not stat.S_ISREG(facts.st_mode):
+        raise UserError(f"{said}: not a regular file; save its content as a file and name that")
+    return facts.st_size
+
+
+@contextlib.contextmanager
+def _file_faults(said: str, remedy: str) -> Iterator[None]:
+    try:
+        yield
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{said}: no such file; give the path of a text file as text:PATH") from None
+        raise UserError(f"{said}: no such file; {remedy}") from None
     except OSError as error:
         raise UserError(f"{said}: cannot be read ({error.strerror}); make it readable or name another file") from error
     except ValueError as error:
-        raise UserError(f"{said}: not a path ({error}); give the path of a text file as text:PATH") from None
-    if stat.S_ISDIR(mode):
-        raise UserError(f"{said}: a folder; name one file in it")
-    if not stat.S_ISREG(mode):
-        raise UserError(f"{said}: not a regular file; save the text as a file and name that")
-    if not content:
-        raise UserError(f"{said}: the file is empty; name a file with text in it")
-    return content
+        raise UserError(f"{said}: not a path ({error}); {remedy}") from None

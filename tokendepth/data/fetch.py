@@ -1,6 +1,7 @@
 """Published corpora: a local copy, else a download; either way known by the SHA-256 of its uncompressed content."""
 
 import contextlib
+import functools
 import hashlib
 import http.client
 import lzma
@@ -11,8 +12,10 @@ import zlib
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit
 
+from tokendepth.data.source import Source, read_pieces
 from tokendepth.data.store import cache_folder, replacing
 from tokendepth.errors import UserError
 
@@ -30,8 +33,11 @@ class Published:
     file_names: tuple[str, ...]
     """Names of a local copy; the first is that of a download."""
     char_vocabulary: int
+    bpe_vocabulary: int
+    """bpe:N has exactly N tokens for every N up to this one; with more, the text may not have so many."""
     train_and_val: tuple[int, int] | None = None
-    """Where the train and val splits end, in tokens; eight and nine tenths unless given."""
+    """Where the train and val splits end: in bytes where those are the tokens, else in characters; eight and nine
+    tenths unless given."""
 
 
 PUBLISHED = {
@@ -42,6 +48,7 @@ PUBLISHED = {
         size=1_115_394,
         file_names=("tinyshakespeare.txt",),
         char_vocabulary=65,
+        bpe_vocabulary=8192,
     ),
     "enwik8": Published(
         name="enwik8",
@@ -50,32 +57,41 @@ PUBLISHED = {
         size=100_000_000,
         file_names=("enwik8.zip", "enwik8.xz", "enwik8"),
         char_vocabulary=6064,
+        bpe_vocabulary=65_536,
         train_and_val=(90_000_000, 95_000_000),
     ),
 }
 
 
-def fetch(corpus: Published) -> bytes:
+def fetch(corpus: Published) -> Source:
     """The content: from the folder TOKENDEPTH_DATA, else from the cache folder, else from the network."""
     for folder in filter(None, (_own_folder(), cache_folder())):
         for name in corpus.file_names:
             if os.path.isfile(folder / name):  # unlike Path.is_file, never raises
-                return _content(corpus, folder / name, source=str(folder / name), remedy="delete it or replace it")
-    return _download(corpus, cache_folder() / corpus.file_names[0])
+                return _copy(corpus, folder / name)
+    path = cache_folder() / corpus.file_names[0]
+    _download(corpus, path)
+    return _copy(corpus, path)
+
+
+def _copy(corpus: Published, path: Path) -> Source:
+    pieces = functools.partial(_content, corpus, path, said=str(path), remedy="delete it or replace it")
+    return Source(corpus.name, corpus.size, pieces)
 
 
 def _own_folder() -> Path | None:
     return Path(os.path.expanduser(own)) if (own := os.environ.get("TOKENDEPTH_DATA")) else None
 
 
-def _download(corpus: Published, path: Path) -> bytes:
+def _download(corpus: Published, path: Path) -> None:
     try:
         # Closed here, so that the progress bar is gone before any message.
         with replacing(path) as file, contextlib.closing(_from_network(corpus)) as chunks:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
-            return _content(corpus, Path(file.name), source=corpus.address, remedy="download it again")
+            for _ in _content(corpus, Path(file.name), said=corpus.address, remedy="download it again"):
+                pass
     except OSError as error:
         raise UserError(
             f"cannot write {path}: {error.strerror or error}; "
@@ -108,29 +124,29 @@ def _from_network(corpus: Published) -> Generator[bytes, None, None]:
         ) from error
 
 
-def _content(corpus: Published, path: Path, *, source: str, remedy: str) -> bytes:
+def _content(corpus: Published, path: Path, *, said: str, remedy: str) -> Generator[bytes, None, None]:
+    """The uncompressed content in pieces; an error at its end where it is not the corpus."""
+    digest = hashlib.sha256()
     try:
-        content = _uncompressed(corpus, path)
+        with contextlib.closing(_uncompressed(corpus, path)) as file:
+            for piece in read_pieces(file, corpus.size + 1):  # one byte too many is enough to be told from the corpus
+                digest.update(piece)
+                yield piece
     except OSError as error:
-        raise UserError(f"cannot read {source}: {error.strerror or error}; {remedy}") from error
+        raise UserError(f"cannot read {said}: {error.strerror or error}; {remedy}") from error
     except (lzma.LZMAError, zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError) as error:
-        raise UserError(f"{source} is damaged ({error!s:.80}); {remedy}") from error
-    found = hashlib.sha256(content).hexdigest()
+        raise UserError(f"{said} is damaged ({error!s:.80}); {remedy}") from error
+    found = digest.hexdigest()
     if found != corpus.sha256:
         raise UserError(
-            f"{source} is not {corpus.name}: its SHA-256 begins {found[:12]}, expected {corpus.sha256[:12]}; {remedy}"
+            f"{said} is not {corpus.name}: its SHA-256 begins {found[:12]}, expected {corpus.sha256[:12]}; {remedy}"
         )
-    return content
 
 
-def _uncompressed(corpus: Published, path: Path) -> bytes:
-    """At most one byte more than the corpus has, so that no file can fill the memory."""
-    limit = corpus.size + 1
+def _uncompressed(corpus: Published, path: Path) -> IO[bytes]:
     if path.suffix == ".xz":
-        with lzma.open(path) as file:
-            return file.read(limit)
+        return lzma.open(path)
     if path.suffix == ".zip":
-        with zipfile.ZipFile(path) as archive, archive.open(corpus.name) as file:
-            return file.read(limit)
-    with open(path, "rb") as file:
-        return file.read(limit)
+        with zipfile.ZipFile(path) as archive:  # its file stays open as long as a member of it does
+            return archive.open(corpus.name)
+    return open(path, "rb")

@@ -1,30 +1,37 @@
 """The cache folder: files that appear whole, and the tokens of a corpus kept between runs.
 
-A corpus is two files. The ids (`.npy`) are written first and the index (`.json`), which holds their SHA-256, last; so
-an interrupted write leaves nothing that would be taken for tokens, and a damaged file is noticed and rebuilt. Nothing
-is synced to the disk: what a crash cuts short, the checksums find.
+A corpus is two files. The ids (`.npy`) are written first, as they come, and the index (`.json`), which holds their
+SHA-256, last; so an interrupted write leaves nothing that would be taken for tokens, and a damaged file is noticed and
+rebuilt. Nothing is synced to the disk: what a crash cuts short, the checksums find. Ids are read by a memory map.
 """
 
 import contextlib
+import errno
 import hashlib
+import io
+import itertools
 import json
 import os
+import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from tokendepth.data.text import TextDataset
+from tokendepth.data.build import TokenStream
+from tokendepth.data.dataset import SPLITS
+from tokendepth.data.text import TextDataset, check_length
 from tokendepth.data.tokenizer import tokenizer_from_dict
 from tokendepth.errors import UserError
-from tokendepth.files import sha256
+from tokendepth.runs.files import sha256
 
 CACHE_VERSION = 1
 LEFT_OVER_AFTER_S = 24 * 3600
+MOST_IN_MEMORY = 4_000_000_000  # bytes of ids
 
 
 def cache_folder() -> Path:
@@ -66,7 +73,7 @@ def load_tokens(key: str, name: str) -> TextDataset | None:
     try:
         stored = index_path.read_bytes()
     except OSError:
-        return None  # not there, or out of reach: then `save_tokens` says so
+        return None  # not there, or out of reach: then `keep_tokens` says so
     try:
         index = _opened(json.loads(stored))
         if index["version"] != CACHE_VERSION:
@@ -87,30 +94,84 @@ def load_tokens(key: str, name: str) -> TextDataset | None:
         return None
 
 
-def save_tokens(key: str, dataset: TextDataset) -> None:
-    """Keep `dataset` for the next time. A cache that cannot be written costs one line, not the run."""
+def keep_tokens(key: str, stream: TokenStream) -> TextDataset:
+    """Write the ids down for this time and the next. A cache that cannot be written costs one line, not the run."""
     ids_path, index_path = _paths(key)
     try:
         with replacing(ids_path) as file:
-            np.save(file, dataset.ids, allow_pickle=False)
+            ends, split_bytes = _write_ids(file, stream)
             file.flush()
             digest = sha256(Path(file.name))
         index = {
             "version": CACHE_VERSION,
             "key": key,
-            "fingerprint": dataset.fingerprint,
+            "fingerprint": stream.fingerprint,
             "ids_sha256": digest,
-            "tokenizer": dataset.tokenizer.to_dict(),
-            "ends": dataset.ends,
-            "split_bytes": dataset.split_bytes,
+            "tokenizer": stream.tokenizer.to_dict(),
+            "ends": ends,
+            "split_bytes": split_bytes,
         }
         with replacing(index_path) as file:
             file.write(json.dumps(_sealed(index)).encode())
+        ids = np.load(ids_path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         _say(
-            f"cannot keep the tokens of {dataset.name!r} in {ids_path.parent} ({_reason(error)}); they stay in memory; "
+            f"cannot keep the tokens of {stream.name!r} in {ids_path.parent} ({_reason(error)}); they stay in memory; "
             "set TOKENDEPTH_CACHE to a folder with space that can be written"
         )
+        return in_memory(stream)
+    return TextDataset(stream.name, stream.fingerprint, stream.tokenizer, ids, ends, split_bytes)
+
+
+def in_memory(stream: TokenStream) -> TextDataset:
+    held = bytearray()
+
+    def hold(ids: np.ndarray) -> None:
+        held.extend(ids.data.cast("B"))
+        if len(held) > MOST_IN_MEMORY:
+            raise UserError(
+                f"the tokens of {stream.name!r} take more than {MOST_IN_MEMORY // 10**9} GB, too much to stay in "
+                "memory; set TOKENDEPTH_CACHE to a folder with space that can be written"
+            )
+
+    ends, split_bytes = _drain(stream, hold)
+    ids = np.frombuffer(held, stream.tokenizer.dtype)
+    return TextDataset(stream.name, stream.fingerprint, stream.tokenizer, ids, ends, split_bytes)
+
+
+def _write_ids(file: IO[bytes], stream: TokenStream) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As np.save would, but piece by piece."""
+    dtype = stream.tokenizer.dtype
+    if shutil.disk_usage(Path(file.name).parent).free < (stream.tokens or 0) * dtype.itemsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    start = _npy_header(dtype, 0)
+    file.write(start)
+    ends, split_bytes = _drain(stream, lambda ids: file.write(ids.data))
+    header = _npy_header(dtype, ends[-1])
+    assert len(header) == len(start), "NumPy leaves room for a longer first axis"
+    file.seek(0)
+    file.write(header)
+    return ends, split_bytes
+
+
+def _npy_header(dtype: np.dtype, count: int) -> bytes:
+    file = io.BytesIO()
+    facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(file, facts)
+    return file.getvalue()
+
+
+def _drain(stream: TokenStream, take: Callable[[np.ndarray], object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Hand over all ids; return where the splits end and how many bytes of text each has."""
+    tokens, split_bytes = [0] * len(SPLITS), [0] * len(SPLITS)
+    with contextlib.closing(stream.pieces()) as pieces:
+        for split, ids, size in pieces:
+            assert ids.dtype == stream.tokenizer.dtype
+            take(ids)
+            tokens[split] += len(ids)
+            split_bytes[split] += size
+    check_length(stream.name, tokens)
+    return tuple(itertools.accumulate(tokens)), tuple(split_bytes)
 
 
 def _paths(key: str) -> tuple[Path, Path]:

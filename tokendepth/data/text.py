@@ -1,16 +1,16 @@
 """TextDataset: one long row of token ids, cut into train, val and test."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tokendepth.data.dataset import SPLITS, Batch, Dataset, Split
-from tokendepth.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from tokendepth.data.tokenizer import Tokenizer
 from tokendepth.errors import UserError
 
 SHORTEST_SPLIT = 2  # tokens: one to read and one to predict
-SHORTEST_CORPUS = 16  # the fewest tokens whose tenths leave every split that long
+SHORTEST_CORPUS = 16  # the fewest characters or bytes whose tenths leave every split that long
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,42 +65,13 @@ def _shifted(sequences: np.ndarray) -> Batch:
     return sequences[:, :-1].astype(np.int64), sequences[:, 1:].astype(np.int64)
 
 
-def build(
-    name: str, fingerprint: str, content: bytes, tokens: str, train_and_val: tuple[int, int] | None = None
-) -> TextDataset:
-    """Tokenize `content`. Train and val end where `train_and_val` says, else after eight and nine tenths."""
-    tokenizer, ids = _tokenize(name, content, tokens)
-    ends = (*(train_and_val or (len(ids) * 8 // 10, len(ids) * 9 // 10)), len(ids))
-    if min(np.diff((0, *ends))) < SHORTEST_SPLIT:
-        raise UserError(
-            f"data.corpus {name!r} is too short: {len(ids)} tokens; expected at least {SHORTEST_CORPUS}; "
-            "take a longer text"
-        )
-    widths = _byte_widths(tokenizer)
-    split_bytes = tuple(int(widths[part].sum(dtype=np.int64)) for part in np.split(ids, ends[:2]))
-    return TextDataset(name, fingerprint, tokenizer, ids, ends, split_bytes)
-
-
-def _tokenize(name: str, content: bytes, tokens: str) -> tuple[Tokenizer, np.ndarray]:
-    if tokens == "byte":
-        return ByteTokenizer(), np.frombuffer(content, np.uint8)
-    try:
-        # Strict for enwik8 too: all of it is valid UTF-8, so the replacement in its definition never happens.
-        code_points = np.frombuffer(content.decode().encode("utf-32-le"), "<u4")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"data.corpus {name!r} is not UTF-8: byte {error.start} is {content[error.start]:#04x}; "
-            "save it as UTF-8, or read it as bytes with --data.tokens byte"
-        ) from None
-    # A table over all of Unicode finds the vocabulary in one pass, without sorting the text.
-    present = np.zeros(0x110000, bool)
-    present[code_points] = True
-    vocabulary = np.flatnonzero(present)
-    id_of = (np.cumsum(present) - 1).astype(np.min_scalar_type(len(vocabulary) - 1))
-    return CharTokenizer("".join(map(chr, vocabulary))), id_of[code_points]
-
-
-def _byte_widths(tokenizer: Tokenizer) -> np.ndarray:
-    if isinstance(tokenizer, CharTokenizer):
-        return np.array([len(char.encode()) for char in tokenizer.chars], np.uint8)
-    return np.ones(tokenizer.vocab_size, np.uint8)
+def check_length(name: str, tokens: Sequence[int]) -> None:
+    """A UserError where one of the splits, of so many tokens each, is too short to be of use."""
+    fewest, total = min(tokens), sum(tokens)
+    if fewest >= SHORTEST_SPLIT:
+        return
+    found, expected = f"{total} tokens", SHORTEST_CORPUS
+    if total >= SHORTEST_CORPUS:  # BPE makes one token of many characters here and of few there
+        split = SPLITS[tokens.index(fewest)]
+        found, expected = f"{fewest} token{'' if fewest == 1 else 's'} in its {split} split", SHORTEST_SPLIT
+    raise UserError(f"data.corpus {name!r} is too short: {found}; expected at least {expected}; take a longer text")

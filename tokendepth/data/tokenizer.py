@@ -1,5 +1,6 @@
-"""Text to token ids and back: characters, bytes, or the symbols of copy and sort."""
+"""Text to token ids and back: characters, bytes, or the symbols of copy and sort. BPE has a file of its own."""
 
+import codecs
 import functools
 import itertools
 import re
@@ -7,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import numpy as np
 
 from tokendepth.errors import UserError, did_you_mean
 
@@ -24,6 +27,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def vocab_size(self) -> int: ...
 
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest unsigned integers that hold the vocabulary."""
+        return np.min_scalar_type(self.vocab_size - 1)
+
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of `text`; a UserError names the first character that has none."""
@@ -32,12 +40,31 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str: ...
 
     @abstractmethod
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text, in UTF-8; with some tokenizers it is a part of a character."""
+
+    @abstractmethod
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """One printable string for each token, as heat maps show them."""
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready tree that `tokenizer_from_dict` turns back into an equal tokenizer."""
         return {"kind": self.kind}
+
+
+class TextStream:
+    """Tokens to text as they come. Bytes of a character that is not whole yet wait for the next token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        return self._utf8.decode(self.tokenizer.token_bytes(token))
+
+    def end(self) -> str:
+        """What still waits: the replacement character, or nothing."""
+        return self._utf8.decode(b"", final=True)
 
 
 @dataclass(frozen=True)
@@ -60,10 +87,13 @@ class CharTokenizer(Tokenizer):
             return [self._ids[char] for char in text]
         except KeyError as missing:
             remedy = f"is none of the corpus's {self.vocab_size}; leave it out, or train with --data.tokens byte"
-            raise _no_token(text, text.index(missing.args[0]), remedy) from None
+            raise no_token(text, text.index(missing.args[0]), remedy) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(_spell(self.chars, ids))
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.decode([token]).encode()
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         return [_printable(char) for char in _spell(self.chars, ids)]
@@ -87,10 +117,13 @@ class ByteTokenizer(Tokenizer):
             # Bytes of a command line that are not UTF-8 arrive as lone surrogates; this gives them back as they were.
             return list(text.encode("utf-8", "surrogateescape"))
         except UnicodeEncodeError as error:
-            raise _no_token(text, error.start, "is half a surrogate pair, not a character; leave it out") from None
+            raise no_token(text, error.start, "is half a surrogate pair, not a character; leave it out") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(map(int, ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         return [_printable(chr(i)) if i < 128 else f"\\x{i:02x}" for i in bytes(map(int, ids))]
@@ -114,7 +147,7 @@ class SymbolTokenizer(Tokenizer):
             token = self._token.match(text, position)
             if token is None:
                 remedy = f"is no symbol; expected 0-9, a-r or one of {' '.join(SPECIALS)}; leave it out"
-                raise _no_token(text, position, remedy)
+                raise no_token(text, position, remedy)
             ids.append(self._spellings.index(token[0]))
             position = token.end()
         return ids
@@ -122,8 +155,14 @@ class SymbolTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(_spell(self._spellings, ids))
 
+    def token_bytes(self, token: int) -> bytes:
+        return self.decode([token]).encode()
+
     def pieces(self, ids: Iterable[int]) -> list[str]:
         return _spell(self._spellings, ids)
+
+
+_KEYS = {"char": ["chars", "kind"], "byte": ["kind"], "symbol": ["kind"], "bpe": ["kind", "tokenizer"]}
 
 
 def tokenizer_from_dict(tree: object) -> Tokenizer:
@@ -131,14 +170,20 @@ def tokenizer_from_dict(tree: object) -> Tokenizer:
     if not isinstance(tree, dict):
         raise UserError(f"a tokenizer must be a JSON object, not {type(tree).__name__}; restore it from a copy")
     kind = tree.get("kind")
-    if kind not in ("char", "byte", "symbol"):
-        hint = did_you_mean(str(kind), ("char", "byte", "symbol"))
-        raise UserError(f"tokenizer.kind is {kind!r:.40}: no such tokenizer; {hint}")
-    expected = ["chars", "kind"] if kind == "char" else ["kind"]
-    if sorted(map(str, tree)) != expected:
-        raise UserError(f"a {kind} tokenizer must have the keys {expected}, not {list(tree)!r:.60}; restore a copy")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise UserError(f"tokenizer.kind is {kind!r:.40}: no such tokenizer; {did_you_mean(str(kind), _KEYS)}")
+    if sorted(map(str, tree)) != _KEYS[kind]:
+        raise UserError(f"a {kind} tokenizer must have the keys {_KEYS[kind]}, not {list(tree)!r:.60}; restore a copy")
     if kind == "char":
         return CharTokenizer(_checked_chars(tree["chars"]))
+    if kind == "bpe":
+        from tokendepth.data.bpe import BPETokenizer, tokenizers_library
+
+        tokenizers_library()  # if it is missing, no copy helps
+        try:
+            return BPETokenizer.from_tree(tree["tokenizer"])
+        except UserError as error:
+            raise UserError(f"the tokenizer is damaged: {error}; restore a copy") from None
     return ByteTokenizer() if kind == "byte" else SymbolTokenizer()
 
 
@@ -153,10 +198,14 @@ def _checked_chars(chars: object) -> str:
     return chars
 
 
-def _spell(spellings: Sequence[str], ids: Iterable[int]) -> list[str]:
+def check_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
     ids = [int(i) for i in ids]
-    assert all(0 <= i < len(spellings) for i in ids), f"ids outside the vocabulary of {len(spellings)}"
-    return [spellings[i] for i in ids]
+    assert all(0 <= i < vocab_size for i in ids), f"ids outside the vocabulary of {vocab_size}"
+    return ids
+
+
+def _spell(spellings: Sequence[str], ids: Iterable[int]) -> list[str]:
+    return [spellings[i] for i in check_ids(ids, len(spellings))]
 
 
 def _printable(char: str) -> str:
@@ -165,5 +214,10 @@ def _printable(char: str) -> str:
     return char if char.isprintable() else char.encode("unicode_escape").decode()
 
 
-def _no_token(text: str, position: int, remedy: str) -> UserError:
+def printable_bytes(spelling: bytes) -> str:
+    """Bytes that are no character by themselves are told by number: \\xe2."""
+    return "".join(map(_printable, spelling.decode("utf-8", "backslashreplace")))
+
+
+def no_token(text: str, position: int, remedy: str) -> UserError:
     return UserError(f"the character {text[position]!r} at position {position} of the text {remedy}")

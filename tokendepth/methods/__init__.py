@@ -4,7 +4,7 @@ import torch
 
 from tokendepth.config import RunConfig, method_name
 from tokendepth.methods.act import ACT
-from tokendepth.methods.base import Method
+from tokendepth.methods.base import Dial, Method
 from tokendepth.methods.budget import Budget
 from tokendepth.methods.dense import Dense
 from tokendepth.methods.early_exit import EarlyExit
@@ -40,3 +40,8 @@ def outline(config: RunConfig) -> LanguageModel:
     """The model of `config` in shapes alone: it takes no memory, however large it is."""
     with torch.device("meta"):
         return build(config)
+
+
+def dial_of(config: RunConfig) -> Dial | None:
+    """At which costs one trained model of `config` can be executed; None: at one."""
+    return METHODS[method_name(config.method)].dial(config.model, config.method)

@@ -21,29 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from tokendepth.config import ACTConfig, ModelConfig
+from tokendepth.context import Context, Rows
+from tokendepth.layers.routers import HaltingUnit
 from tokendepth.methods.base import Method
-from tokendepth.model import Block, Pass, Spent, block_site
+from tokendepth.model import Block, MethodOutput
 from tokendepth.ops.gated_add import gated_add
-from tokendepth.trace import DepthTrace, Site
-
-
-class HaltingUnit(nn.Module):
-    """W s + b, before the sigmoid."""
-
-    def __init__(self, d_model: int) -> None:
-        super().__init__()
-        self.logit = nn.Linear(d_model, 1)
-        nn.init.constant_(self.logit.bias, 1.0)  # halts early at first
-
-    def forward(self, state: Tensor) -> Tensor:
-        """`[batch, time, d] -> [batch, time]`, in float32."""
-        with torch.autocast(state.device.type, enabled=False):
-            return self.logit(state.float()).squeeze(-1)
+from tokendepth.trace import Site
 
 
 class ACT(Method):
     has_soft = False
     decides_by_threshold = False
+    skips_on_device = True
 
     def __init__(self, model: ModelConfig, config: ACTConfig) -> None:
         super().__init__(model, config)
@@ -53,52 +42,47 @@ class ACT(Method):
         self.signal = nn.Embedding(self.steps, model.d_model)
         nn.init.normal_(self.signal.weight, std=0.02)
         self.halting = HaltingUnit(model.d_model) if self.steps > 1 else None
+        if self.halting is not None:
+            nn.init.constant_(self.halting.logit.bias, 1.0)  # halts early at first
 
-    def forward(self, hidden: Tensor, run: Pass) -> Spent:
-        sites = self.sites(run.keys(hidden.shape[1]))
+    def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         running = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         left = running.float()  # 1 - sum of the weights so far
         output, remainder, work = torch.zeros_like(hidden), torch.zeros_like(left), []
         for step in range(self.steps):
-            hidden = self._step(step, hidden, run, running)
-            work.append(running.float())
+            hidden = self._step(step, hidden, ctx, running)
+            work.append(running)
             weight, goes_on, again = left, torch.zeros_like(running), torch.zeros_like(running)
             if self.halting is not None and step < self.steps - 1:
                 h = torch.sigmoid(self.halting(hidden))
-                goes_on, again = self._goes_on(step, running, left - h, run)
+                goes_on, again = self._goes_on(step, running, left - h, ctx)
                 # By its own rule h is below what is left; where decisions are given it may not be.
                 weight = torch.where(again, torch.minimum(h, left), left)
             remainder = remainder + left * (running & ~again)
             weight = weight * running
             output, left = gated_add(output, hidden, gate=weight), left - weight
             running = goes_on
-        trace = DepthTrace(torch.stack(work), sites, run.execution)
-        ponder = trace.work.sum(0) + remainder
-        ponder = ponder.mean() if run.valid is None else (ponder * run.valid).sum() / run.valid.sum()
-        return Spent(output, trace, {"ponder": self.ponder_cost * ponder})
+        trace = self.traced(work, ctx)
+        ponder = ctx.mean(trace.work.sum(0) + remainder)
+        return MethodOutput(output, trace, {"ponder": self.ponder_cost * ponder})
 
-    def _step(self, step: int, hidden: Tensor, run: Pass, running: Tensor) -> Tensor:
+    def _step(self, step: int, hidden: Tensor, ctx: Context, running: Tensor) -> Tensor:
         """S for the running tokens; the state of the others stays as it is, for the others to attend to."""
-        run = replace(run, layer=step)
         signalled = hidden + self.signal.weight[step]
-        if run.execution == "sparse":
-            stepped = self.block.forward_active(signalled, run, running)
-        else:
-            stepped = self.block(signalled, run)
+        stepped = self.block(signalled, replace(ctx, layer=step), Rows(running))
         return torch.where(running[..., None], stepped, hidden)
 
-    def _goes_on(self, step: int, running: Tensor, left: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
+    def _goes_on(self, step: int, running: Tensor, left: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """Who runs the next step, and who runs any later one: the same, unless decisions are given."""
         own = running & (left > self.epsilon)
-        later = own[None] if run.decisions is None else run.decisions[step:]
-        later = later if run.valid is None else later & run.valid
+        later = ctx.real(own[None] if ctx.decisions is None else ctx.decisions[step:])
         return later[0], later.any(0)
 
     def sites(self, keys: int) -> tuple[Site, ...]:
-        decision = 2 * self.model.d_model
-        first = block_site(self.model, "step 1", keys, routed=False)
-        later = range(2, self.steps + 1)
-        return (first, *(block_site(self.model, f"step {n}", keys, routed=True, router=decision) for n in later))
+        decision = self.halting.flops if self.halting else 0
+        return tuple(
+            self.block.site(f"step {n + 1}", keys, routed=n > 0, router=decision if n else 0) for n in range(self.steps)
+        )
 
     @property
     def cache_layers(self) -> int:

@@ -12,27 +12,27 @@ and on nothing else. Three things make it work (docs/LOG.md has what did not):
 - `distill`: every sequence also passes at full budget, and the pass at its own budget is drawn to what that predicts.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.config import BudgetConfig, ModelConfig
-from tokendepth.methods.base import Method
-from tokendepth.methods.tsa import Router
-from tokendepth.model import Block, Pass, Spent, block_site
-from tokendepth.ops.choose import choose
-from tokendepth.ops.chosen_rows import ChosenRows, take
-from tokendepth.ops.enter_block import Entered
-from tokendepth.trace import DepthTrace, Site
+from tokendepth.context import Context, Rows
+from tokendepth.layers.norm import without_scale
+from tokendepth.layers.positions import ExactBuffers
+from tokendepth.layers.routers import Router
+from tokendepth.methods.base import Dial, Method, blocks_of, everyone
+from tokendepth.model import Block, MethodOutput
+from tokendepth.ops.decide import decide
+from tokendepth.ops.rows import ChosenRows
+from tokendepth.trace import Site
 
+CURVE = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 SMALLEST_DRAW = 0.15
 """Below the smallest budget that the dial promises, so that it is not at the edge of what was trained."""
 
 
-class BudgetBlock(Block):
+class BudgetBlock(ExactBuffers, Block):
     """A block, the router that guards it, and the score above which a token is active."""
 
     threshold: Tensor
@@ -42,142 +42,152 @@ class BudgetBlock(Block):
         self.router = Router(model.d_model) if config.routing == "learned" else None
         self.register_buffer("threshold", torch.tensor(0.0 if self.router else 1 - config.budget))
 
-    def _apply(self, fn, recurse=True):
-        """As every module does it, but the threshold keeps its precision: rounded, it would let others in."""
-        exact = self.threshold
-        super()._apply(fn, recurse)
-        if self.threshold.dtype != exact.dtype:
-            self.threshold = exact.to(self.threshold.device)
-        return self
-
-    def enter_and_ask(self, hidden: Tensor) -> Entered:
-        return self.enter(hidden, self.router and self.router.weights(normed=True))
-
-    def halt(self, hidden: Tensor, dice: Callable[[], Tensor], entered: Entered | None = None) -> Tensor:
+    def halt(self, hidden: Tensor) -> Tensor:
         """`[batch, time]`, the lower the sooner active."""
-        if self.router is None:
-            return -dice()
-        return self.router(F.layer_norm(hidden, hidden.shape[-1:])) if entered is None else entered.logit
+        assert self.router is not None
+        return self.router(without_scale(self.norm_attention, hidden))
 
-    def weight(self, halt: Tensor) -> Tensor:
-        """What an active token keeps of its updates: the router's only way to learn what its decisions are worth."""
-        return torch.ones_like(halt) if self.router is None else torch.sigmoid(-halt)
+    def choose(self, hidden: Tensor, ctx: Context, threshold: Tensor | float, dice: Tensor | None) -> Rows:
+        """The active tokens: by the router, or by `dice` `[batch, time]` where there is none."""
+        if self.router is not None:
+            return self.decide(hidden, ctx, self.router, threshold, normed=True)
+        assert dice is not None
+        return Rows(decide(-dice, threshold, ctx.valid).active)
+
+    def execute(self, hidden: Tensor, ctx: Context, rows: Rows) -> Tensor:
+        # What an active token keeps of its updates is the router's only way to learn what its decisions are worth.
+        return self(hidden, ctx, rows, gate=rows.keep if self.router else None)
 
 
 class Budget(Method):
     has_soft = False
     skips_on_device = True
+    batch_statistic = "the quantile of the routers' scores, which is the threshold while training"
 
     def __init__(self, model: ModelConfig, config: BudgetConfig) -> None:
         super().__init__(model, config)
-        self.budget, self.dial, self.distill = config.budget, config.dial, config.distill
+        self.budget, self.draws, self.distill = config.budget, config.dial, config.distill
+        self.learned = config.routing == "learned"
         routed = [BudgetBlock(model, layer, config) for layer in range(1, model.n_layer)]
         self.blocks = nn.ModuleList([Block(model, 0), *routed])
 
-    def forward(self, hidden: Tensor, run: Pass) -> Spent:
-        return self._train(hidden, run) if self.training else self._execute(hidden, run)
+    def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
+        return self._train(hidden, ctx) if self.training else self._execute(hidden, ctx)
 
     # -- evaluation
 
-    def _execute(self, hidden: Tensor, run: Pass) -> Spent:
+    def _execute(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         """With fixed thresholds. Soft is hard here: there is no execution in which a skipped token counts."""
-        sites, entering = self.sites(run.keys(hidden.shape[1])), hidden
-        stem = self.blocks[0]
-        assert isinstance(stem, Block)
-        hidden = stem.forward_all(hidden, run) if self.routers() else stem(hidden, run)  # dice need what enters
-        work = [torch.ones(hidden.shape[:2], device=hidden.device)]
-        routed = self._routed()
-        for number, (block, given) in enumerate(
-            zip(routed, run.thresholds([b.threshold for b in routed]), strict=True)
-        ):
-            entered = block.enter_and_ask(hidden) if run.execution == "sparse" else None
-            halt = block.halt(hidden, partial(_dice, entering, number), entered)
-            if entered is not None:
-                gate = halt if block.router else None
-                hidden, active = block.forward_chosen(hidden, run, entered, halt, given, halt=gate)
-            else:
-                active, _ = choose(halt, given, run.valid)
-                hidden = block(hidden, run, gate=block.weight(halt) * active)
-            work.append(active.float())
-        return Spent(hidden, DepthTrace(torch.stack(work), sites, run.execution), {})
+        entering = None if self.learned else ctx.spare(hidden)  # what dice are thrown with
+        hidden = self.blocks[0](hidden, ctx)
+        work, routed = [everyone(hidden)], self._routed()
+        thresholds = ctx.thresholds([block.threshold for block in routed])
+        for number, (block, threshold) in enumerate(zip(routed, thresholds, strict=True)):
+            rows = block.choose(hidden, ctx, threshold, None if entering is None else _dice(entering, number))
+            hidden = block.execute(hidden, ctx, rows)
+            work.append(rows.active)
+        return MethodOutput(hidden, self.traced(work, ctx), {})
 
     @torch.no_grad()
-    def calibrate(self, parts: list[Tensor], share: float) -> Tensor:
-        """Set the thresholds so that `share` of the tokens of `parts`, each `[batch, time, d]` and used up, is active.
-
-        Block by block, since who is active in one decides what the next one sees. Returns how much of every sequence
-        was active, over the routed blocks.
-        """
-        run, active = Pass("hard"), []
-        entering = list(parts) if not self.routers() else parts  # what dice are thrown with
+    def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
+        """Block by block, since who is active in one decides what the next one sees."""
+        active = []
+        entering = None if self.learned else list(parts)
         for n, part in enumerate(parts):  # one in the place of the other: together they may fill a machine
-            parts[n] = self.blocks[0](part, run)
+            parts[n] = self.blocks[0](part, ctx)
         for number, block in enumerate(self._routed()):
-            halts = [block.halt(p, partial(_dice, e, number)) for p, e in zip(parts, entering, strict=True)]
+            halts = [-_dice(part, number) for part in entering] if entering else [block.halt(part) for part in parts]
             block.threshold.copy_(_between(-torch.cat(halts), 1 - share))
-            chosen = [choose(halt, block.threshold).active for halt in halts]
-            active.append(torch.cat(chosen).float().mean(1))
-            for n, part in enumerate(parts):
-                parts[n] = block(part, run, gate=block.weight(halts[n]) * chosen[n])
+            decisions = [decide(halt, block.threshold) for halt in halts]
+            active.append(torch.cat([decision.active for decision in decisions]).float().mean(1))
+            for n, decision in enumerate(decisions):
+                parts[n] = block.execute(parts[n], ctx, Rows(decision.active, decision))
         return torch.stack(active).mean(0) if active else torch.ones(sum(map(len, parts)))
 
     # -- training
 
-    def _train(self, hidden: Tensor, run: Pass) -> Spent:
-        sites, batch = self.sites(run.keys(hidden.shape[1])), len(hidden)
-        budgets = self._draw(batch, hidden.device) if self.dial else None
+    def _train(self, hidden: Tensor, ctx: Context) -> MethodOutput:
+        batch = len(hidden)
+        budgets = self._draw(batch, hidden.device) if self.draws else None
         if self.distill:  # the same sequences once more, at full budget
-            hidden = torch.cat([hidden, hidden])
-        hidden = self.blocks[0](hidden, run)
+            hidden, passes = torch.cat([hidden, hidden]), ctx.twice()
+        else:
+            passes = ctx
+        hidden = self.blocks[0](hidden, passes)
         work = [torch.ones(batch, hidden.shape[1], device=hidden.device)]
         for block in self._routed():
-            halt = block.halt(hidden, partial(torch.rand, hidden.shape[:2], device=hidden.device))
-            own, weight = -halt[:batch].detach(), block.weight(halt)
-            if budgets is None:
-                full = torch.arange(own.numel(), halt.numel(), device=own.device)
-                rows = ChosenRows.at(torch.cat([self._at_budget(own), full]), halt.numel())
-                active = rows.chosen[: own.numel()].view_as(own).float()
-                hidden = block.forward_rows(hidden, run, rows, take(weight.flatten(), rows))
+            if self.learned:
+                halt = block.halt(hidden)
+                weight = torch.sigmoid(-halt)
             else:
-                active = (own > _quantile(own, 1 - budgets)).float()
-                hidden = block(hidden, run, gate=torch.cat([active, torch.ones_like(halt[batch:])]) * weight)
+                halt = -torch.rand(hidden.shape[:2], device=hidden.device)
+                weight = torch.ones_like(halt)
+            own = -halt[:batch].detach()
+            if budgets is None:
+                own_rows, active = self._at_budget(own, ctx.valid)
+                full = torch.arange(own.numel(), halt.numel(), device=own.device)
+                rows = ChosenRows.at(torch.cat([own_rows, full]), halt.numel())
+                taken = rows.chosen.view(hidden.shape[:2])
+                if ctx.valid is not None:  # rows beyond those that the real tokens make up change nothing
+                    weight = weight * torch.cat([active, torch.ones_like(halt[batch:])])
+                hidden = block(hidden, passes, Rows(taken, chosen=rows), gate=weight)
+            else:
+                active = (own > _quantile(own, 1 - budgets, ctx.valid)).float()
+                active = active if ctx.valid is None else active * ctx.valid
+                hidden = block(hidden, passes, gate=torch.cat([active, torch.ones_like(halt[batch:])]) * weight)
             work.append(active)
-        trace = DepthTrace(torch.stack(work), sites, run.execution)
+        trace = self.traced(work, ctx)
         if not self.distill:
-            return Spent(hidden, trace, {})
-        assert run.readout is not None
-        logits, full_logits = run.readout(hidden).split(batch)
-        return Spent(hidden[:batch], trace, self._full_budget_losses(logits, full_logits, run.targets), logits)
+            return MethodOutput(hidden, trace, {})
+        assert ctx.readout is not None
+        logits, full_logits = ctx.readout(hidden).split(batch)
+        return MethodOutput(hidden[:batch], trace, self._full_budget_losses(logits, full_logits, ctx), logits)
 
-    def _at_budget(self, scores: Tensor) -> Tensor:
-        """The tokens above the batch's quantile: always as many, so that training can skip the others."""
+    def _at_budget(self, scores: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The tokens above the batch's quantile as places, always as many, and as 1 of `[batch, time]`.
+
+        With padding there are fewer to take than places; the rest of them are no tokens of that.
+        """
         count = scores.numel() - round((1 - self.budget) * scores.numel())
-        return scores.flatten().argsort(descending=True, stable=True)[:count]
+        if valid is not None:
+            scores = torch.where(valid, scores, -torch.inf)
+        places = scores.flatten().argsort(descending=True, stable=True)[:count]
+        taken = torch.ones(count, device=scores.device)
+        if valid is not None:
+            real = valid.sum()
+            taken = (torch.arange(count, device=scores.device) < real - ((1 - self.budget) * real).round()).float()
+        active = torch.zeros(scores.numel(), device=scores.device).scatter(0, places, taken)
+        return places, active.view_as(scores)
 
     def _draw(self, batch: int, device: torch.device) -> Tensor:
         """The budget of each sequence, `[batch, 1]`: small ones more often, since they are harder."""
         return SMALLEST_DRAW + (1 - SMALLEST_DRAW) * torch.rand(batch, 1, device=device) ** 2
 
-    def _full_budget_losses(self, logits: Tensor, full_logits: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
+    def _full_budget_losses(self, logits: Tensor, full_logits: Tensor, ctx: Context) -> dict[str, Tensor]:
         """The pass at full budget learns the task, and the other learns from it."""
         own, full = (F.log_softmax(x.flatten(0, 1).float(), dim=-1) for x in (logits, full_logits))
         divergence = F.kl_div(own, full.detach(), log_target=True, reduction="none").sum(-1)
-        if targets is None:
-            return {"distillation": self.distill * divergence.mean()}
-        counted = (targets.flatten() >= 0).float()  # elsewhere no loss is taken
+        if ctx.targets is None:
+            return {"distillation": self.distill * ctx.mean(divergence.view(logits.shape[:2]))}
+        counted = (ctx.targets.flatten() >= 0).float()  # elsewhere no loss is taken
         distillation = self.distill * (divergence * counted).sum() / counted.sum()
-        return {"distillation": distillation, "full_budget": F.nll_loss(full, targets.flatten())}
+        return {"distillation": distillation, "full_budget": F.nll_loss(full, ctx.targets.flatten())}
 
     # -- what others ask
 
     def sites(self, keys: int) -> tuple[Site, ...]:
-        stem = block_site(self.model, "block 0", keys, routed=False)
         router = sum(router.flops for router in self.routers()[:1])
-        layers = range(1, self.model.n_layer)
-        return (stem, *(block_site(self.model, f"block {n}", keys, routed=True, router=router) for n in layers))
+        return tuple(
+            block.site(f"block {n}", keys, routed=n > 0, router=router if n else 0)
+            for n, block in enumerate(blocks_of(self.blocks))
+        )
 
     def routers(self) -> list[Router]:
         return [block.router for block in self._routed() if block.router]
+
+    @classmethod
+    def dial(cls, model: ModelConfig, config: BudgetConfig) -> Dial:
+        return Dial("budget", CURVE, config.budget, calibrated=True, trained=config.dial)
 
     def live_thresholds(self) -> Tensor | None:
         own = [block.threshold for block in self._routed()]
@@ -196,12 +206,17 @@ class Budget(Method):
         return [block for block in self.blocks if isinstance(block, BudgetBlock)]
 
 
-def _quantile(scores: Tensor, level: float | Tensor) -> Tensor:
-    """The number that the share `level` of all `scores` does not exceed; `level` may be a column, one a sequence."""
+def _quantile(scores: Tensor, level: float | Tensor, valid: Tensor | None = None) -> Tensor:
+    """The number that the share `level` of all `scores` does not exceed; `level` may be a column, one a sequence.
+
+    Scores that are not `valid` are none.
+    """
+    level, count = torch.as_tensor(level, device=scores.device), scores.numel()
+    if valid is not None:
+        scores, count = torch.where(valid, scores, torch.inf), valid.sum()
     ordered = scores.flatten().sort().values
-    below = (torch.as_tensor(level, device=scores.device) * len(ordered)).round().long()
     bounded = torch.cat([ordered[:1] - 1, ordered])  # at level 0 every score is above
-    return bounded[below.clamp(0, len(ordered))]
+    return bounded[(level * count).round().long().clamp(0, len(ordered))]
 
 
 def _between(scores: Tensor, level: float) -> Tensor:

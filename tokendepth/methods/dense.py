@@ -1,12 +1,12 @@
 """The fixed-depth baseline: every token passes every block, whatever the execution is called."""
 
-import torch
 from torch import Tensor, nn
 
 from tokendepth.config import DenseConfig, ModelConfig
-from tokendepth.methods.base import Method
-from tokendepth.model import Block, Pass, Spent, block_site
-from tokendepth.trace import DepthTrace, Site
+from tokendepth.context import Context
+from tokendepth.methods.base import Method, blocks_of, everyone
+from tokendepth.model import Block, MethodOutput
+from tokendepth.trace import Site
 
 
 class Dense(Method):
@@ -16,13 +16,10 @@ class Dense(Method):
         super().__init__(model, config)
         self.blocks = nn.ModuleList(Block(model, layer) for layer in range(model.n_layer))
 
-    def forward(self, hidden: Tensor, run: Pass) -> Spent:
-        sites = self.sites(run.keys(hidden.shape[1]))
+    def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         for block in self.blocks:
-            assert isinstance(block, Block)
-            hidden = block.forward_all(hidden, run)
-        work = torch.ones(len(sites), *hidden.shape[:2], device=hidden.device)
-        return Spent(hidden, DepthTrace(work, sites, run.execution), {})
+            hidden = block(hidden, ctx)
+        return MethodOutput(hidden, self.traced([everyone(hidden)] * len(self.blocks), ctx), {})
 
     def sites(self, keys: int) -> tuple[Site, ...]:
-        return tuple(block_site(self.model, f"block {n}", keys, routed=False) for n in range(len(self.blocks)))
+        return tuple(block.site(f"block {n}", keys, routed=False) for n, block in enumerate(blocks_of(self.blocks)))

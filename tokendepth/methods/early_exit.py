@@ -23,36 +23,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokendepth.config import EarlyExitConfig, ModelConfig
-from tokendepth.methods.base import Method
-from tokendepth.model import Block, Pass, Spent, block_site
-from tokendepth.trace import DepthTrace, Site
+from tokendepth.config import HALTING_THRESHOLDS, PAPER_THRESHOLDS, EarlyExitConfig, ModelConfig
+from tokendepth.context import Context, Rows
+from tokendepth.layers.routers import HaltingUnit
+from tokendepth.methods.base import Dial, Method, blocks_of, everyone
+from tokendepth.model import Block, MethodOutput
+from tokendepth.trace import Site
+
+NEVER = 1.0
+"""The threshold that no probability exceeds."""
 
 
 class Confidence(nn.Module):
-    """How far the largest probability lies above the threshold; nothing to learn."""
-
-    def __init__(self, threshold: float) -> None:
-        super().__init__()
-        self.threshold = threshold
+    """The largest probability; nothing to learn."""
 
     def forward(self, logits: Tensor) -> Tensor:
-        """`[batch, time, vocabulary] -> [batch, time]`; above 0, the token leaves."""
-        return logits.float().softmax(-1).amax(-1) - self.threshold
-
-
-class HaltingUnit(nn.Module):
-    """How far chi lies above the threshold; the same unit after every block."""
-
-    def __init__(self, d_model: int, threshold: float) -> None:
-        super().__init__()
-        self.logit = nn.Linear(d_model, 1)
-        self.threshold = threshold
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`[batch, time, d] -> [batch, time]`; above 0, the token leaves."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.logit(hidden.float()).squeeze(-1).sigmoid() - self.threshold
+        """`[batch, time, vocabulary] -> [batch, time]`"""
+        return logits.float().softmax(-1).amax(-1)
 
 
 class EarlyExit(Method):
@@ -65,83 +52,93 @@ class EarlyExit(Method):
         # Off, a token that left is computed on and only its answer is kept: how the TSA paper may have counted. By
         # confidence alone: a halting unit would ask the state that went on.
         self.freezes = True
-        self.exit: nn.Module | None = None
+        self.point_controls = {"read_early": {"freezes": False}} if self.by_confidence else {}
+        self.exit: Confidence | HaltingUnit | None = None
         if model.n_layer > 1:  # with a single block there is nothing to leave out
-            unit = Confidence if self.by_confidence else lambda threshold: HaltingUnit(model.d_model, threshold)
-            self.exit = unit(config.threshold or (0.9 if self.by_confidence else 0.5))
+            self.exit = Confidence() if self.by_confidence else HaltingUnit(model.d_model)
+        self.threshold = _threshold(config)
 
-    def forward(self, hidden: Tensor, run: Pass) -> Spent:
-        return self._train(hidden, run) if self.training else self._execute(hidden, run)
+    def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
+        return self._train(hidden, ctx) if self.training else self._execute(hidden, ctx)
 
     # -- evaluation
 
-    def _execute(self, hidden: Tensor, run: Pass) -> Spent:
-        sites = self.sites(run.keys(hidden.shape[1]))
-        hidden = self.blocks[0](hidden, run)
-        logits = self._read(hidden, run) if self.by_confidence else None
-        work = [torch.ones(hidden.shape[:2], device=hidden.device)]
-        later, exits = self.blocks[1:], self.exit
-        for block, threshold in zip(later, run.thresholds([0.0] * len(later)), strict=True):
-            assert isinstance(block, Block)
-            assert exits is not None
+    def _execute(self, hidden: Tensor, ctx: Context) -> MethodOutput:
+        first, *later = self.blocks
+        hidden = first(hidden, ctx)
+        logits = self._read(hidden, ctx) if self.by_confidence else None
+        work = [everyone(hidden)]
+        for block, threshold in zip(later, ctx.thresholds([0.0] * len(later)), strict=True):
+            assert self.exit is not None
             # Who has left carries the same state and answer on, so it is told the same at every later block.
-            active = -exits(hidden if logits is None else logits) >= threshold
-            active = active if run.valid is None else active & run.valid
-            if run.execution == "sparse":
-                hidden = block.forward_active(hidden, run, active)
-                if logits is not None:
-                    logits = logits.masked_scatter(active[..., None], self._read(hidden[active], run))
-            else:
-                hidden = block(hidden, run, gate=active if self.freezes else None)
-                if logits is not None:
-                    logits = torch.where(active[..., None], self._read(hidden, run), logits)
-            work.append(active.float())
-        return Spent(hidden, DepthTrace(torch.stack(work), sites, run.execution), {}, logits)
+            certainty = self.exit(hidden).sigmoid() if logits is None else self.exit(logits)
+            active = ctx.real(self.threshold - certainty >= threshold)
+            # Where tokens that left are not frozen, all are computed.
+            hidden = block(hidden, ctx, Rows(active) if self.freezes or ctx.execution == "sparse" else None)
+            if logits is not None and ctx.execution == "sparse":
+                logits = logits.masked_scatter(active[..., None], self._read(hidden[active], ctx))
+            elif logits is not None:
+                logits = torch.where(active[..., None], self._read(hidden, ctx), logits)
+            work.append(active)
+        return MethodOutput(hidden, self.traced(work, ctx), {}, logits)
 
-    def _read(self, hidden: Tensor, run: Pass) -> Tensor:
-        assert run.readout is not None, "exits are read by the language model's head"
-        return run.readout(hidden)
+    def _read(self, hidden: Tensor, ctx: Context) -> Tensor:
+        assert ctx.readout is not None, "exits are read by the language model's head"
+        return ctx.readout(hidden)
 
     # -- training
 
-    def _train(self, hidden: Tensor, run: Pass) -> Spent:
-        sites = self.sites(run.keys(hidden.shape[1]))
+    def _train(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         states = []
         for block in self.blocks:
-            hidden = block(hidden, run)
+            hidden = block(hidden, ctx)
             states.append(hidden)
-        trace = DepthTrace(torch.ones(len(sites), *hidden.shape[:2], device=hidden.device), sites, run.execution)
-        if run.targets is None or self.exit is None:
-            return Spent(hidden, trace, {})
-        logits = torch.stack([self._read(state, run) for state in states])
-        likelihood = _log_likelihood(logits, run.targets)
-        counted = (run.targets >= 0).float()  # elsewhere no loss is taken
+        trace = self.traced([everyone(hidden)] * len(states), ctx)
+        if ctx.targets is None or self.exit is None:
+            return MethodOutput(hidden, trace, {})
+        logits = torch.stack([self._read(state, ctx) for state in states])
+        likelihood = _log_likelihood(logits, ctx.targets)
+        counted = (ctx.targets >= 0).float()  # elsewhere no loss is taken
         per_exit = -(likelihood * counted).sum((1, 2)) / counted.sum()
         # The task's loss is that of the last exit; with this it is the mean over all of them.
         losses = {"exits": per_exit.mean() - per_exit[-1]}
         if isinstance(self.exit, HaltingUnit):
-            correct = (logits.argmax(-1) == run.targets).float()
+            correct = (logits.argmax(-1) == ctx.targets).float()
             scores = likelihood.detach() if self.knobs.oracle == "likelihood" else correct
             best = oracle_exit(scores, self.knobs.oracle_penalty, self.knobs.oracle_smoothing)
             halting = torch.stack([self.exit.logit(state.detach()).float().squeeze(-1) for state in states[:-1]])
             cross_entropy = -exit_distribution(halting).gather(0, best[None])[0]
             losses["halting"] = self.knobs.halting_loss * (cross_entropy * counted).sum() / counted.sum()
-        return Spent(hidden, trace, losses, logits[-1])
+        return MethodOutput(hidden, trace, losses, logits[-1])
 
     # -- what others ask
 
     def sites(self, keys: int) -> tuple[Site, ...]:
-        stem = block_site(self.model, "block 0", keys, routed=False)  # its read is every token's first: the head's own
+        # The stem's read is every token's first: the head's own.
         read = 2 * self.model.d_model * self.model.vocab_size if self.by_confidence else 0
-        router = 0 if self.by_confidence else 2 * self.model.d_model
-        sites = [stem]
-        for n in range(1, self.model.n_layer):
-            site = block_site(self.model, f"block {n}", keys, routed=True)
-            sites.append(Site(site.name, True, site.always, site.active + read, router))
+        router = self.exit.flops if isinstance(self.exit, HaltingUnit) else 0
+        sites = []
+        for n, block in enumerate(blocks_of(self.blocks)):
+            site = block.site(f"block {n}", keys, routed=n > 0)
+            sites.append(Site(site.name, True, site.always, site.active + read, router) if n else site)
         return tuple(sites)
 
     def routers(self) -> list[nn.Module]:
         return [self.exit] if self.exit else []
+
+    @classmethod
+    def dial(cls, model: ModelConfig, config: EarlyExitConfig) -> Dial | None:
+        if model.n_layer < 2:  # one block has nothing to leave
+            return None
+        points = PAPER_THRESHOLDS if config.exit == "confidence" else HALTING_THRESHOLDS
+        return Dial("threshold", (NEVER, *points), _threshold(config))
+
+    def set_point(self, value: float) -> None:
+        self.threshold = value
+
+
+def _threshold(config: EarlyExitConfig) -> float:
+    return config.threshold or (0.9 if config.exit == "confidence" else 0.5)
 
 
 def oracle_exit(scores: Tensor, penalty: float, smoothing: float) -> Tensor:

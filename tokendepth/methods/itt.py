@@ -17,14 +17,14 @@ a value there. At first phi_0 is 1, the other phi are 0.1, so that thinking star
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.config import ITTConfig, ModelConfig
-from tokendepth.methods.base import Method
-from tokendepth.methods.mod import Selector, among_site, membership, put_added, share_of, take, top_k
-from tokendepth.model import Block, Pass, Spent, block_site
-from tokendepth.trace import DepthTrace, Site
+from tokendepth.context import Context, Rows
+from tokendepth.methods.base import Method, blocks_of, everyone
+from tokendepth.methods.mod import Selector, among_site, decision_loss, top_k
+from tokendepth.model import Block, MethodOutput
+from tokendepth.trace import Site
 
 
 class ThinkingBlock(Block):
@@ -40,6 +40,7 @@ class ThinkingBlock(Block):
 
 class ITT(Method):
     has_soft = False
+    skips_on_device = True
 
     def __init__(self, model: ModelConfig, config: ITTConfig) -> None:
         super().__init__(model, config)
@@ -51,14 +52,12 @@ class ITT(Method):
             layer += config.steps if thinks else 1
         self.blocks, self._cache_layers = nn.ModuleList(blocks), layer
 
-    def forward(self, hidden: Tensor, run: Pass) -> Spent:
-        sites = self.sites(run.keys(hidden.shape[1]))
-        thresholds = iter(run.thresholds([0.0] * len(sites)))
-        every = torch.ones(hidden.shape[:2], device=hidden.device)
+    def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
+        thresholds = iter(ctx.thresholds([0.0] * len(self.routers())))
         work, losses = [], []
         for block in self.blocks:
-            hidden = block(hidden, run)
-            work.append(every)
+            hidden = block(hidden, ctx)
+            work.append(everyone(hidden))
             if not isinstance(block, ThinkingBlock):
                 continue
             total = hidden * block.phi[0]
@@ -66,29 +65,28 @@ class ITT(Method):
                 weight, logit = selector(hidden)
                 scale = block.alpha[step - 1] * weight[..., None]
                 if self.training:
-                    chosen = top_k(weight, share_of(self.capacity, hidden.shape[1]))
-                    active = membership(chosen, logit)
-                    losses.append(F.binary_cross_entropy_with_logits(logit, active))
-                    rows = take(hidden, chosen)
-                    thought = put_added(hidden, chosen, take(scale, chosen) * block(rows, run) - rows)
+                    chosen = top_k(weight, self.capacity, ctx)
+                    active = chosen.as_mask(logit)
+                    losses.append(decision_loss(logit, active, ctx))
+                    rows = chosen.take(hidden)
+                    thought = chosen.add(hidden, chosen.take(scale) * block(rows, chosen.context(ctx)) - rows)
                 else:
-                    active = logit > next(thresholds)
-                    active = active if run.valid is None else active & run.valid
-                    own = replace(run, layer=block.attention.layer + step)
-                    thought = block.forward_among(hidden, own, active)
-                    thought = torch.where(active[..., None], scale * thought, hidden)
+                    active = ctx.real(logit > next(thresholds))
+                    own = replace(ctx, layer=block.attention.layer + step)
+                    thought = block(ctx.spare(hidden), own, Rows(active), keys="active")
+                    thought = torch.where(active[..., None], (scale * thought).to(hidden.dtype), hidden)
                 total = total + thought * block.phi[step]
                 hidden = total
-                work.append(active.float())
-        trace = DepthTrace(torch.stack(work), sites, run.execution)
-        return Spent(hidden, trace, {"decision": self.decision_loss * torch.stack(losses).mean()} if losses else {})
+                work.append(active)
+        losses = {"decision": self.decision_loss * torch.stack(losses).mean()} if losses else {}
+        return MethodOutput(hidden, self.traced(work, ctx), losses)
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         sites = []
-        for n, block in enumerate(self.blocks):
-            sites.append(block_site(self.model, f"block {n}", keys, routed=False))
+        for n, block in enumerate(blocks_of(self.blocks)):
+            sites.append(block.site(f"block {n}", keys, routed=False))
             for step, selector in enumerate(self._selectors(block), 1):
-                sites.append(among_site(self.model, f"block {n} step {step}", keys, router=selector.flops))
+                sites.append(among_site(block, f"block {n} step {step}", keys, router=selector.flops))
         return tuple(sites)
 
     @property

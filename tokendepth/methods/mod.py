@@ -13,32 +13,19 @@ language model learns; `predictor` is a small network on the state, from which n
 tokens selected in evaluation is therefore learned, not held: the trace tells what it came to.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.config import MoDConfig, ModelConfig
-from tokendepth.methods.base import Method
-from tokendepth.methods.tsa import Router
-from tokendepth.model import Block, Pass, Spent, block_site
+from tokendepth.context import Context, Rows
+from tokendepth.layers.routers import LinearRouter, Router
+from tokendepth.methods.base import Method, blocks_of, everyone
+from tokendepth.model import Block, MethodOutput
 from tokendepth.ops.gated_add import gated_add
-from tokendepth.trace import DepthTrace, Site
-
-
-class LinearRouter(nn.Linear):
-    """A token's state to `out` numbers (a single one has no axis), in float32 whatever the precision around it."""
-
-    def __init__(self, d_model: int, out: int = 1) -> None:
-        super().__init__(d_model, out, bias=False)
-
-    def forward(self, input: Tensor) -> Tensor:
-        with torch.autocast(input.device.type, enabled=False):
-            logits = F.linear(input.float(), self.weight)
-        return logits.squeeze(-1) if self.out_features == 1 else logits
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.weight.numel()
+from tokendepth.trace import Site
 
 
 class Selector(nn.Module):
@@ -73,6 +60,7 @@ class MoDBlock(Block):
 
 class MoD(Method):
     has_soft = False
+    skips_on_device = True
 
     def __init__(self, model: ModelConfig, config: MoDConfig) -> None:
         super().__init__(model, config)
@@ -82,41 +70,36 @@ class MoD(Method):
             for layer in range(model.n_layer)
         )
 
-    def forward(self, hidden: Tensor, run: Pass) -> Spent:
-        sites = self.sites(run.keys(hidden.shape[1]))
-        thresholds = iter(run.thresholds([0.0] * len(sites)))
+    def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
+        thresholds = iter(ctx.thresholds([0.0] * len(self.blocks)))
         work, losses = [], []
         for block in self.blocks:
             if not isinstance(block, MoDBlock):
-                hidden = block(hidden, run)
-                work.append(torch.ones(hidden.shape[:2], device=hidden.device))
+                hidden = block(hidden, ctx)
+                work.append(everyone(hidden))
                 continue
             weight, logit = block.selector(hidden)
             if self.training:
-                chosen = top_k(weight, share_of(self.capacity, hidden.shape[1]))
-                active = membership(chosen, weight)
-                losses.append(F.binary_cross_entropy_with_logits(logit, active))
-                hidden = self._train_block(block, hidden, run, weight, chosen)
+                chosen = top_k(weight, self.capacity, ctx)
+                active = chosen.as_mask(weight)
+                losses.append(decision_loss(logit, active, ctx))
+                rows = chosen.take(hidden)
+                update = block(rows, chosen.context(ctx)) - rows
+                hidden = chosen.add(hidden, weight.gather(1, chosen.places)[..., None] * update)
             else:
-                active = logit > next(thresholds)
-                active = active if run.valid is None else active & run.valid
-                update = block.forward_among(hidden, run, active) - hidden
+                active = ctx.real(logit > next(thresholds))
+                update = block(ctx.spare(hidden), ctx, Rows(active), keys="active") - hidden
                 hidden = gated_add(hidden, update, gate=weight * active)
-            work.append(active.float())
-        trace = DepthTrace(torch.stack(work), sites, run.execution)
-        return Spent(hidden, trace, {"decision": self.decision_loss * torch.stack(losses).mean()} if losses else {})
-
-    def _train_block(self, block: Block, hidden: Tensor, run: Pass, weight: Tensor, chosen: Tensor) -> Tensor:
-        """Eq. 1 on the chosen tokens alone: the others cost nothing in training either."""
-        rows = take(hidden, chosen)
-        return put_added(hidden, chosen, weight.gather(1, chosen)[..., None] * (block(rows, run) - rows))
+            work.append(active)
+        losses = {"decision": self.decision_loss * torch.stack(losses).mean()} if losses else {}
+        return MethodOutput(hidden, self.traced(work, ctx), losses)
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         return tuple(
-            among_site(self.model, f"block {n}", keys, router=block.selector.flops)
+            among_site(block, f"block {n}", keys, router=block.selector.flops)
             if isinstance(block, MoDBlock)
-            else block_site(self.model, f"block {n}", keys, routed=False)
-            for n, block in enumerate(self.blocks)
+            else block.site(f"block {n}", keys, routed=False)
+            for n, block in enumerate(blocks_of(self.blocks))
         )
 
     def routers(self) -> list[nn.Module]:
@@ -126,13 +109,52 @@ class MoD(Method):
 # --- selected tokens, for the methods that build on this one ----------------------------------------------------------
 
 
-def among_site(model: ModelConfig, name: str, keys: int, *, router: float = 0.0) -> Site:
+def among_site(block: Block, name: str, keys: int, *, router: float = 0.0) -> Site:
     """A block for selected tokens only: one that is not selected costs the decision, and not even key and value.
 
-    Keys of the others are masked, not packed away, so that a selected token's attention row is as wide as ever.
+    Keys of the others are masked, not packed away, so that a selected token attends over as many columns as ever.
     """
-    block = block_site(model, name, keys, routed=True)
-    return Site(name, True, always=0.0, active=block.always + block.active, router=router)
+    site = block.site(name, keys, routed=True)
+    return Site(name, True, always=0.0, active=site.always + site.active, router=router)
+
+
+def decision_loss(logit: Tensor, active: Tensor, ctx: Context) -> Tensor:
+    """Binary cross-entropy of the decision with "was among the top k" as the target."""
+    if ctx.valid is None:
+        return F.binary_cross_entropy_with_logits(logit, active)
+    return ctx.mean(F.binary_cross_entropy_with_logits(logit, active, reduction="none"))
+
+
+@dataclass(frozen=True)
+class Selected:
+    """As many tokens of every sequence, taken out as a shorter one."""
+
+    places: Tensor
+    """`[batch, k]`, in their original order."""
+    there: Tensor | None
+    """`[batch, k]`: which of them are selected; the rest fill up sequences that have padding. None: all are."""
+
+    def take(self, hidden: Tensor) -> Tensor:
+        """Their rows, `[batch, k, d]`."""
+        return hidden.gather(1, self.places[..., None].expand(-1, -1, hidden.shape[-1]))
+
+    def add(self, hidden: Tensor, update: Tensor) -> Tensor:
+        """`hidden` with `update` `[batch, k, d]` added to them."""
+        if self.there is not None:
+            update = update * self.there[..., None]
+        return hidden.scatter_add(1, self.places[..., None].expand_as(update), update.to(hidden.dtype))
+
+    def as_mask(self, like: Tensor) -> Tensor:
+        """`[batch, time]`, 1 at the selected tokens and 0 at the others."""
+        taken = torch.ones_like(self.places) if self.there is None else self.there
+        return torch.zeros_like(like).scatter(1, self.places, taken.to(like.dtype))
+
+    def context(self, ctx: Context) -> Context:
+        return ctx.packed(self.places, self.there)
+
+    def among(self, chosen: "Selected") -> "Selected":
+        """Of these tokens, those that `chosen` selects by their place among them."""
+        return Selected(self.places.gather(1, chosen.places), chosen.there)
 
 
 def share_of(capacity: float, time: int) -> int:
@@ -140,21 +162,19 @@ def share_of(capacity: float, time: int) -> int:
     return max(1, round(capacity * time))
 
 
-def top_k(scores: Tensor, k: int) -> Tensor:
-    """`[batch, time] -> [batch, k]`: where the k highest of each sequence stand, in their original order."""
-    return scores.detach().topk(k, dim=1).indices.sort(dim=1).values
+def top_k(scores: Tensor, capacity: float, ctx: Context, of: tuple[int, Tensor | None] | None = None) -> Selected:
+    """The highest of each row of `scores` `[batch, n]`: the share `capacity` of the tokens of its sequence.
 
-
-def membership(chosen: Tensor, like: Tensor) -> Tensor:
-    """`[batch, k]` places to `[batch, time]`, 1 at the chosen tokens and 0 at the others."""
-    return torch.zeros_like(like).scatter(1, chosen, 1.0)
-
-
-def take(hidden: Tensor, chosen: Tensor) -> Tensor:
-    """The rows of the chosen tokens, `[batch, k, d]`."""
-    return hidden.gather(1, chosen[..., None].expand(-1, -1, hidden.shape[-1]))
-
-
-def put_added(hidden: Tensor, chosen: Tensor, update: Tensor) -> Tensor:
-    """`hidden` with `update` `[batch, k, d]` added to the chosen tokens."""
-    return hidden.scatter_add(1, chosen[..., None].expand_as(update), update.to(hidden.dtype))
+    `of`: how long the sequences are and which of their tokens are valid, where they are longer than `scores`. Padding
+    is no token: it is not selected, and a share is one of the real tokens.
+    """
+    scores, (time, valid) = scores.detach(), of or (scores.shape[1], ctx.valid)
+    k = share_of(capacity, time)
+    if ctx.valid is None or valid is None:
+        return Selected(scores.topk(k, dim=1).indices.sort(dim=1).values, None)
+    real = valid.sum(1, keepdim=True)
+    wanted = (capacity * real.double()).round().clamp(min=1).minimum(real)
+    best = torch.where(ctx.valid, scores, -torch.inf).topk(k, dim=1).indices
+    there = torch.arange(k, device=best.device) < wanted
+    places, order = best.sort(dim=1)
+    return Selected(places, there.gather(1, order))

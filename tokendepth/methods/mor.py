@@ -28,21 +28,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.config import ModelConfig, MoRConfig
-from tokendepth.methods.base import Method
-from tokendepth.methods.mod import LinearRouter, membership, put_added, share_of, take, top_k
-from tokendepth.model import Block, KeysValues, Pass, Spent, block_site
+from tokendepth.context import Context, Rows
+from tokendepth.layers.attention import Keys
+from tokendepth.layers.routers import LinearRouter
+from tokendepth.methods.base import Method, blocks_of, everyone
+from tokendepth.methods.mod import Selected, decision_loss, top_k
+from tokendepth.model import Block, MethodOutput
 from tokendepth.ops.gated_add import gated_add
-from tokendepth.trace import DepthTrace, Site
+from tokendepth.trace import Site
 
 
 class MoR(Method):
     has_soft = False
     decides_by_threshold = False
+    skips_on_device = True
 
     def __init__(self, model: ModelConfig, config: MoRConfig) -> None:
         super().__init__(model, config)
         self.knobs, self.recursions = config, config.recursions
         self.by_token, self.shares_keys = config.routing == "token", config.kv == "shared"
+        if self.by_token:
+            self.batch_statistic = "the balance of its tokens over the depths"
         depth = (model.n_layer - 2) // self.recursions
         self.first = Block(model, 0)
         self.shared = nn.ModuleList(Block(model, 1 + layer) for layer in range(depth))
@@ -55,114 +61,116 @@ class MoR(Method):
             nn.init.normal_(router.weight, std=0.02)
         self.recursion_routers = nn.ModuleList(routers)
 
-    def forward(self, hidden: Tensor, run: Pass) -> Spent:
-        sites = self.sites(run.keys(hidden.shape[1]))
-        every = torch.ones(hidden.shape[:2], device=hidden.device)
-        hidden = self.first(hidden, run)
+    def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
+        hidden = self.first(hidden, ctx)
         if self.by_token:
-            hidden, work, losses = self._token_choice(hidden, run)
+            hidden, work, losses = self._token_choice(hidden, ctx)
         elif self.training:
-            hidden, work, losses = self._train_expert_choice(hidden, run)
+            hidden, work, losses = self._train_expert_choice(hidden, ctx)
         else:
-            hidden, work, losses = self._expert_choice(hidden, run)
-        hidden = self.last(hidden, run)
-        return Spent(hidden, DepthTrace(torch.stack([every, *work, every]), sites, run.execution), losses)
+            hidden, work, losses = self._expert_choice(hidden, ctx)
+        hidden = self.last(hidden, ctx)
+        return MethodOutput(hidden, self.traced([everyone(hidden), *work, everyone(hidden)], ctx), losses)
 
     # -- expert choice
 
-    def _expert_choice(self, hidden: Tensor, run: Pass) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    def _expert_choice(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         """In evaluation: each router on its own token."""
         active = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        kept: list[KeysValues] = []
+        kept: list[Keys] = []
         work = []
         for recursion, router in enumerate(self.recursion_routers):
             logit = router(hidden)
             if recursion:
-                active = active & (logit > 0) if run.decisions is None else run.decisions[recursion - 1]
-                active = active if run.valid is None else active & run.valid
-            recurred = self._recur(recursion, hidden, run, active, kept)
+                active = active & (logit > 0) if ctx.decisions is None else ctx.decisions[recursion - 1]
+                active = ctx.real(active)
+            recurred = self._recur(recursion, hidden, ctx, active, kept)
             hidden = gated_add(hidden, recurred, gate=self.knobs.alpha * torch.sigmoid(logit) * active)
-            work.append(active.float())
+            work.append(active)
         return hidden, work, {}
 
-    def _train_expert_choice(self, hidden: Tensor, run: Pass) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    def _train_expert_choice(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         """Top-k of those that are still in; only they are computed."""
         batch, time = hidden.shape[:2]
-        places = torch.arange(time, device=hidden.device).expand(batch, -1)
-        kept: list[KeysValues] = []
+        still_in = Selected(torch.arange(time, device=hidden.device).expand(batch, -1), ctx.valid)
+        kept: list[Keys] = []
         work, losses = [], []
         for recursion, router in enumerate(self.recursion_routers):
-            rows = take(hidden, places)
+            rows, own = still_in.take(hidden), still_in.context(ctx)
             logit = router(rows)
             if recursion:
-                chosen = top_k(logit, share_of(1 - recursion / self.recursions, time))
-                losses.append(F.binary_cross_entropy_with_logits(logit, membership(chosen, logit)))
-                places, rows, logit = places.gather(1, chosen), take(rows, chosen), logit.gather(1, chosen)
-            for layer, block in enumerate(self._shared()):
-                if not self.shares_keys:
-                    rows = block(rows, run)
-                    continue
-                if not recursion:
-                    kept.append(block.attention.keys_values(block.norm_attention(rows), run))
-                rows = block.rows_with(rows, places, kept[layer])
-            hidden = put_added(hidden, places, self.knobs.alpha * torch.sigmoid(logit)[..., None] * rows)
-            work.append(membership(places, hidden[..., 0].detach().float()))
+                chosen = self._top_k(logit, recursion, own, ctx, time)
+                losses.append(decision_loss(logit, chosen.as_mask(logit), own))
+                still_in, rows = still_in.among(chosen), chosen.take(rows)
+                own, logit = still_in.context(ctx), logit.gather(1, chosen.places)
+            for layer, block in enumerate(blocks_of(self.shared)):
+                if self.shares_keys and not recursion:
+                    kept.append(self._keys_of(block, rows, own))
+                rows = block(rows, own, keys=kept[layer] if self.shares_keys else "all")
+            hidden = still_in.add(hidden, self.knobs.alpha * torch.sigmoid(logit)[..., None] * rows)
+            work.append(still_in.as_mask(hidden[..., 0].detach().float()))
         return hidden, work, {"decision": self.knobs.decision_loss * torch.stack(losses).mean()}
+
+    def _top_k(self, logit: Tensor, recursion: int, own: Context, ctx: Context, time: int) -> Selected:
+        """Of those that are still in, a share of all tokens of the sequence."""
+        return top_k(logit, 1 - recursion / self.recursions, own, of=(time, ctx.valid))
 
     # -- token choice
 
-    def _token_choice(self, hidden: Tensor, run: Pass) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    def _token_choice(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         """The depth is known at the entry, in training and evaluation alike."""
         logits = self.recursion_routers[0](hidden)
         weight, depth = logits.softmax(-1).max(-1)
         active = depth >= torch.arange(self.recursions, device=hidden.device)[:, None, None]
-        if run.decisions is not None:
-            active = torch.cat([active[:1], run.decisions])
-        if run.valid is not None:
-            active = torch.cat([active[:1], active[1:] & run.valid])
+        if ctx.decisions is not None:
+            active = torch.cat([active[:1], ctx.decisions])
+        if ctx.valid is not None:
+            active = torch.cat([active[:1], active[1:] & ctx.valid])
         state, kept = hidden, []
         for recursion in range(self.recursions):
-            state = self._recur(recursion, state, run, active[recursion], kept)
+            state = self._recur(recursion, state, ctx, active[recursion], kept)
             ends = active[recursion] & ~active[recursion + 1 :].any(0)
             hidden = gated_add(hidden, state, gate=weight * ends)
-        return hidden, list(active.float()), self._token_losses(logits, depth) if self.training else {}
+        return hidden, list(active), self._token_losses(logits, depth, ctx) if self.training else {}
 
-    def _token_losses(self, logits: Tensor, depth: Tensor) -> dict[str, Tensor]:
-        share = F.one_hot(depth, self.recursions).float().mean((0, 1))
-        balance = self.recursions * (share * logits.softmax(-1).mean((0, 1))).sum()
-        z = logits.logsumexp(-1).square().mean()
+    def _token_losses(self, logits: Tensor, depth: Tensor, ctx: Context) -> dict[str, Tensor]:
+        share = ctx.mean(F.one_hot(depth, self.recursions).float().movedim(-1, 0))
+        balance = self.recursions * (share * ctx.mean(logits.softmax(-1).movedim(-1, 0))).sum()
+        z = ctx.mean(logits.logsumexp(-1).square())
         return {"balance": self.knobs.balance_loss * balance, "z": self.knobs.z_loss * z}
 
     # -- the shared block
 
-    def _recur(self, recursion: int, hidden: Tensor, run: Pass, active: Tensor, kept: list[KeysValues]) -> Tensor:
+    def _recur(self, recursion: int, hidden: Tensor, ctx: Context, active: Tensor, kept: list[Keys]) -> Tensor:
         """Phi for the active tokens; `kept` is filled by the first recursion where keys and values are shared."""
-        for layer, block in enumerate(self._shared()):
+        rows = Rows(active) if recursion else None
+        hidden = ctx.spare(hidden)
+        for layer, block in enumerate(blocks_of(self.shared)):
             if self.shares_keys:
                 if not recursion:
-                    kept.append(block.attention.keys_values(block.norm_attention(hidden), run))
-                hidden = block.forward_with(hidden, run, active, kept[layer])
-            elif recursion:
-                own = replace(run, layer=1 + recursion * len(self.shared) + layer)
-                hidden = block.forward_among(hidden, own, active)
+                    kept.append(self._keys_of(block, hidden, ctx))
+                hidden = block(hidden, ctx, rows, keys=kept[layer])
             else:
-                hidden = block(hidden, run)
+                own = replace(ctx, layer=1 + recursion * len(self.shared) + layer)
+                hidden = block(hidden, own, rows, keys="active" if recursion else "all")
         return hidden
 
-    def _shared(self) -> list[Block]:
-        return [block for block in self.shared if isinstance(block, Block)]
+    def _keys_of(self, block: Block, hidden: Tensor, ctx: Context) -> Keys:
+        """What every token leaves behind, for all recursions."""
+        weights = block.attention.kv_weights()
+        return block.attention.keys(F.linear(block.norm_attention(hidden), *weights), ctx)
 
     # -- what others ask
 
     def sites(self, keys: int) -> tuple[Site, ...]:
-        block = block_site(self.model, "", keys, routed=False)
-        depth, d = len(self.shared), self.model.d_model
+        block = self.first.site("first", keys, routed=False)
+        depth = len(self.shared)
         whole = depth * (block.always + block.active)
-        later = whole - depth * 4 * d * d if self.shares_keys else whole  # without keys and values
+        later = whole - depth * block.always if self.shares_keys else whole  # without keys and values
         # A recursion's own router, or the one at the entry, which decides for all of them.
-        decisions = [2 * d * self.recursions] if self.by_token else [2 * d] * self.recursions
+        decisions = [router.flops for router in self.recursion_routers if isinstance(router, LinearRouter)]
         decisions += [0] * (self.recursions - len(decisions))
-        sites = [replace(block, name="first")]
+        sites = [block]
         for number, decision in enumerate(decisions):
             cost = later if number else whole
             sites.append(Site(f"recursion {number + 1}", bool(number), 0.0, cost, decision, blocks=depth))

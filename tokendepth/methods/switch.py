@@ -24,10 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.config import ModelConfig, SwitchConfig
-from tokendepth.methods.base import Method
-from tokendepth.methods.mod import LinearRouter
-from tokendepth.model import Block, FeedForward, Pass, Spent, block_site
-from tokendepth.trace import DepthTrace, Site
+from tokendepth.context import Context
+from tokendepth.layers.ffn import FeedForward, GatedFeedForward, make_ffn
+from tokendepth.layers.routers import LinearRouter
+from tokendepth.methods.base import Method, blocks_of, everyone
+from tokendepth.model import Block, MethodOutput
+from tokendepth.trace import Site
 
 
 class SwitchBlock(Block):
@@ -39,10 +41,20 @@ class SwitchBlock(Block):
         self.layer, self.knobs = layer, config
         self.capacity = math.ceil(config.capacity_factor * model.context / config.experts)
         self.router = LinearRouter(model.d_model, config.experts)
-        self.experts = nn.ModuleList(FeedForward(model) for _ in range(config.experts))
+        self.experts = nn.ModuleList(make_ffn(model) for _ in range(config.experts))
 
-    def attend(self, h: Tensor, run: Pass) -> Tensor:
-        return h + self.dropout(self.attention(self.norm_attention(h), run))
+    def kernel_weights(self) -> None:
+        return None
+
+    @property
+    def expert_flops(self) -> float:
+        """Of one token; all experts are alike."""
+        network = self.experts[0]
+        assert isinstance(network, (FeedForward, GatedFeedForward))
+        return network.flops
+
+    def attend(self, h: Tensor, ctx: Context) -> Tensor:
+        return h + self.dropout(self.attention(self.norm_attention(h), ctx))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits `[batch, time, expert]`, the expert of each token, and its probability (eq. 1)."""
@@ -52,15 +64,15 @@ class SwitchBlock(Block):
         probability, expert = logits.softmax(-1).max(-1)
         return logits, expert, probability
 
-    def queue(self, expert: Tensor, run: Pass) -> Tensor:
+    def queue(self, expert: Tensor, ctx: Context) -> Tensor:
         """`[batch, time]`: how many tokens of its sequence wanted the same expert up to this one, itself included."""
         wanted = F.one_hot(expert, self.knobs.experts)
-        if run.valid is not None:
-            wanted = wanted * run.valid[..., None]
+        if ctx.valid is not None:
+            wanted = wanted * ctx.valid[..., None]
         ahead = wanted.cumsum(1)
-        if run.cache is not None:
-            ahead = ahead + run.cache.own.get(self.layer, 0)
-            run.cache.own[self.layer] = ahead[:, -1:]
+        if ctx.cache is not None:
+            ahead = ahead + ctx.cache.state(self.layer, like=ahead[0, 0])[:, None]
+            ctx.cache.remember(self.layer, ahead[:, -1])
         return ahead.gather(2, expert[..., None])[..., 0]
 
     def ask(self, rows: Tensor, expert: Tensor) -> Tensor:
@@ -71,10 +83,10 @@ class SwitchBlock(Block):
             out[mine] = network(rows[mine]).to(out.dtype)
         return out
 
-    def ask_in_slots(self, x: Tensor, expert: Tensor, place: Tensor) -> Tensor:
-        """As `ask`, in fixed shapes: each expert has `capacity` slots a sequence, and who finds none gets zeros."""
+    def ask_in_slots(self, x: Tensor, expert: Tensor, place: Tensor, active: Tensor) -> Tensor:
+        """As `ask`, in fixed shapes: each expert has `capacity` slots a sequence, and who is not active gets zeros."""
         dropped = self.knobs.experts * self.capacity  # one slot behind all others
-        slot = torch.where(place <= self.capacity, expert * self.capacity + place - 1, dropped)
+        slot = torch.where(active, expert * self.capacity + place - 1, dropped)
         slot = slot[..., None].expand_as(x)
         slots = x.new_zeros(len(x), dropped + 1, x.shape[-1]).scatter(1, slot, x)
         inputs = slots[:, :-1].unflatten(1, (self.knobs.experts, -1)).unbind(1)
@@ -85,6 +97,7 @@ class SwitchBlock(Block):
 class Switch(Method):
     has_soft = False
     decides_by_threshold = False
+    batch_statistic = "the balance of its tokens over the experts"
 
     def __init__(self, model: ModelConfig, config: SwitchConfig) -> None:
         super().__init__(model, config)
@@ -94,56 +107,64 @@ class Switch(Method):
             for layer in range(model.n_layer)
         )
 
-    def forward(self, hidden: Tensor, run: Pass) -> Spent:
-        sites = self.sites(run.keys(hidden.shape[1]))
-        given = iter(()) if run.decisions is None else iter(run.decisions)
+    def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
+        given = iter(()) if ctx.decisions is None else iter(ctx.decisions)
         work, losses = [], []
         for block in self.blocks:
             if not isinstance(block, SwitchBlock):
-                hidden = block(hidden, run)
-                work.append(torch.ones(hidden.shape[:2], device=hidden.device))
+                hidden = block(hidden, ctx)
+                work.append(everyone(hidden))
                 continue
-            hidden = block.attend(hidden, run)
+            hidden = block.attend(hidden, ctx)
             x = block.norm_ffn(hidden)
             logits, expert, probability = block.route(x)
-            place = block.queue(expert, run)
+            place = block.queue(expert, ctx)
             active = place <= block.capacity
             if self.training:
-                update = block.ask_in_slots(x, expert, place)
-                hidden = hidden + block.dropout(probability[..., None] * update)
-                losses.append(self._losses(logits, expert))
+                active = ctx.real(active)
+                update = block.ask_in_slots(x, expert, place, active)
+                hidden = hidden + block.dropout(probability[..., None] * update).to(hidden.dtype)
+                losses.append(self._losses(logits, expert, ctx))
             else:
-                active = next(given, active)
-                active = active if run.valid is None else active & run.valid
-                hidden = self._execute(block, hidden, x, run, active, expert, probability)
-            work.append(active.float())
-        trace = DepthTrace(torch.stack(work), sites, run.execution)
+                active = ctx.real(next(given, active))
+                hidden = self._execute(block, hidden, x, ctx, active, expert, probability)
+            work.append(active)
+        trace = self.traced(work, ctx)
         if not losses:
-            return Spent(hidden, trace, {})
+            return MethodOutput(hidden, trace, {})
         balance, z = torch.stack(losses).mean(0)
-        return Spent(hidden, trace, {"balance": self.knobs.balance_loss * balance, "z": self.knobs.z_loss * z})
+        return MethodOutput(hidden, trace, {"balance": self.knobs.balance_loss * balance, "z": self.knobs.z_loss * z})
 
     def _execute(
-        self, block: SwitchBlock, hidden: Tensor, x: Tensor, run: Pass, active: Tensor, expert: Tensor, weight: Tensor
+        self,
+        block: SwitchBlock,
+        hidden: Tensor,
+        x: Tensor,
+        ctx: Context,
+        active: Tensor,
+        expert: Tensor,
+        weight: Tensor,
     ) -> Tensor:
-        computed = active if run.execution == "sparse" else torch.ones_like(active)
-        rows = hidden[computed] + weight[computed][:, None] * block.ask(x[computed], expert[computed])
+        computed = active if ctx.execution == "sparse" else torch.ones_like(active)
+        update = block.ask(x[computed], expert[computed])
+        rows = hidden[computed] + (weight[computed][:, None] * update).to(hidden.dtype)
         return torch.where(active[..., None], hidden.masked_scatter(computed[..., None], rows), hidden)
 
-    def _losses(self, logits: Tensor, expert: Tensor) -> Tensor:
+    def _losses(self, logits: Tensor, expert: Tensor, ctx: Context) -> Tensor:
         """`[balance, z]` of one block."""
-        share = F.one_hot(expert, self.knobs.experts).float().mean((0, 1))
-        balance = self.knobs.experts * (share * logits.softmax(-1).mean((0, 1))).sum()
-        return torch.stack([balance, logits.logsumexp(-1).square().mean()])
+        share = ctx.mean(F.one_hot(expert, self.knobs.experts).float().movedim(-1, 0))
+        balance = self.knobs.experts * (share * ctx.mean(logits.softmax(-1).movedim(-1, 0))).sum()
+        return torch.stack([balance, ctx.mean(logits.logsumexp(-1).square())])
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         sites = []
-        for n, block in enumerate(self.blocks):
-            site = block_site(self.model, f"block {n}", keys, routed=False)
+        for n, block in enumerate(blocks_of(self.blocks)):
             if isinstance(block, SwitchBlock):
-                network = 4 * self.model.d_model * self.model.d_ff
-                site = Site(f"experts {n}", True, site.always + site.active - network, network, block.router.flops)
-            sites.append(site)
+                network = block.expert_flops
+                always = block.attention.kv_flops + block.attention.row_flops(keys)
+                sites.append(Site(f"experts {n}", True, always, network, block.router.flops))
+            else:
+                sites.append(block.site(f"block {n}", keys, routed=False))
         return tuple(sites)
 
     def routers(self) -> list[nn.Module]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tokendepth.config import RunConfig, override
 from tokendepth.errors import UserError, did_you_mean
-from tokendepth.recipes import demo, enwik8, shakespeare, synthetic
+from tokendepth.recipes import demo, enwik8, modern, shakespeare, synthetic
 
 _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
     demo.dense,
@@ -37,6 +37,12 @@ _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
     synthetic.sort_dense,
     synthetic.sort_tsa,
     synthetic.sort_budget,
+    modern.dense_10m,
+    modern.budget_10m,
+    modern.dense_50m,
+    modern.budget_50m,
+    modern.dense_124m,
+    modern.budget_124m,
 )
 RECIPES = {f"{f.__module__.rsplit('.', 1)[1]}.{f.__name__}": f for f in _FUNCTIONS}
 

@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 
 from tokendepth.errors import UserError
-from tokendepth.files import disk_faults, write_bytes, write_json
 from tokendepth.report.summary import rows
 from tokendepth.report.tables import json_table, markdown_table
-from tokendepth.runs import Run
+from tokendepth.runs.files import disk_faults, write_bytes, write_json
+from tokendepth.runs.run import Run
 
 
 def build(runs: list[Run], out: Path, title: str | None = None) -> Path:

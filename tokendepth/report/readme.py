@@ -6,12 +6,12 @@ Its figures are drawn into docs/figures/ beside that: python -m tokendepth.repor
 import re
 from pathlib import Path
 
-from tokendepth.files import write_bytes
 from tokendepth.report.results import at_budgets, records
 from tokendepth.report.speed import headline
 from tokendepth.report.summary import Stat, group
 from tokendepth.report.tables import markdown_table
-from tokendepth.results import Row, read_rows
+from tokendepth.runs.files import write_bytes
+from tokendepth.runs.results import Row, read_rows
 
 PART = re.compile(r"(<!-- (results|headline|paper|training|faults): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokendepth.config import RunConfig
 from tokendepth.errors import UserError
-from tokendepth.runs import Run
+from tokendepth.runs.run import Run
 
 MARKS = {"\n": "↵", " ": "·", "\t": "→"}
 

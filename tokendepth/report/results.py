@@ -4,11 +4,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from tokendepth.config import BudgetConfig, from_dict, to_dict
+from tokendepth.config import from_dict, to_dict
 from tokendepth.errors import UserError
 from tokendepth.report.records import Record
-from tokendepth.results import Row, add_rows, read_rows
-from tokendepth.runs import Run
+from tokendepth.runs.results import Row, add_rows, read_rows
+from tokendepth.runs.run import Run
 
 SHOWN_BUDGETS = (0.25, 0.4, 0.5, 0.7, 1.0)
 
@@ -50,7 +50,6 @@ def at_budgets(found: list[Record]) -> list[Record]:
 
 def _at_budget(record: Record, point: Row) -> Record:
     """The same weights at one budget of the curve, as if it had been the run's own."""
-    assert isinstance(record.config.method, BudgetConfig)
     budget = point["budget"]
     config = replace(record.config, method=replace(record.config.method, budget=budget))
     figures = {name: value for name, value in point.items() if name != "budget"}

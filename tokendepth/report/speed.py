@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from tokendepth.files import write_bytes
 from tokendepth.report.tables import piped
-from tokendepth.results import Row, read_rows
+from tokendepth.runs.files import write_bytes
+from tokendepth.runs.results import Row, read_rows
 
 RESULTS, TRAINING, PAGE = Path("results/forward.json"), Path("results/training.json"), Path("docs/SPEED.md")
 

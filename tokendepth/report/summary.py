@@ -16,7 +16,7 @@ from typing import Literal
 from tokendepth.config import method_name, to_dict
 from tokendepth.errors import UserError
 from tokendepth.report.records import Record
-from tokendepth.runs import Run
+from tokendepth.runs.run import Run
 
 DASH = "—"
 COLLAPSE = 0.02
@@ -99,6 +99,8 @@ COLUMNS = (
            _routed("time", "speedup"), ".2f"),
     Column("bits_per_character", "executed", "bits per char (hard)", "bits per char",
            _executed("hard", "bits_per_character"), ".4f"),
+    Column("bits_per_byte", "executed", "bits per byte (hard)", "bits per byte",
+           _executed("hard", "bits_per_byte"), ".4f"),
     Column("accuracy", "executed", "accuracy (hard)", "accuracy", _executed("hard", "accuracy"), ".4f", optional=True),
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from tokendepth.report.summary import COLUMNS, Row, by_key, columns, notes, rows
-from tokendepth.runs import Run
+from tokendepth.runs.run import Run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +21,7 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\|`*$\[\]]|\b_|_\b)", r"\\\1", html.escape(text, quote=False))
 
 
-IN_ROWS_ALONE = {"parameters", "flops_per_token", "speedup", "bits_per_character"}
+IN_ROWS_ALONE = {"parameters", "flops_per_token", "speedup", "bits_per_character", "bits_per_byte"}
 """What a page that must be read at a glance leaves to results/."""
 
 

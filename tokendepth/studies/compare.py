@@ -14,13 +14,13 @@ from pathlib import Path
 
 from tokendepth.config import RunConfig, from_dict
 from tokendepth.errors import UserError
-from tokendepth.progress import console
-from tokendepth.results import add_rows
-from tokendepth.runs import Run
+from tokendepth.runs.results import add_rows
+from tokendepth.runs.run import Run
 from tokendepth.studies import grid, settings, tables
 from tokendepth.studies.grid import Deadline, Progress
 from tokendepth.studies.outcomes import COSTS, Outcomes
 from tokendepth.studies.settings import RUNS, Comparison, Setting
+from tokendepth.train.progress import console
 
 TRAINING = 0.8
 """Share of the time of a call after which no run is trained any more."""

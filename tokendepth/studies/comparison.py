@@ -6,9 +6,9 @@ What has no row is `not run`.
 import textwrap
 from pathlib import Path
 
-from tokendepth.files import disk_faults, write_bytes
 from tokendepth.report.summary import DASH, Stat
 from tokendepth.report.tables import piped
+from tokendepth.runs.files import disk_faults, write_bytes
 from tokendepth.studies.evidence import NOT_RUN, needs_report_extra, show
 from tokendepth.studies.outcomes import OUTSIDE, Outcomes
 from tokendepth.studies.settings import COMPARISONS, LAYERS, SAME_FLOPS, SAME_PARAMETERS, Setting

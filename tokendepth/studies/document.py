@@ -8,9 +8,9 @@ import math
 import textwrap
 from pathlib import Path
 
-from tokendepth.files import disk_faults, write_bytes
 from tokendepth.report.summary import COLLAPSE
-from tokendepth.results import Row
+from tokendepth.runs.files import disk_faults, write_bytes
+from tokendepth.runs.results import Row
 from tokendepth.studies.claims import claims
 from tokendepth.studies.evidence import NOT_RUN, Evidence, collapses, needs_report_extra, show
 from tokendepth.studies.findings import findings

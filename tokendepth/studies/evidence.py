@@ -10,7 +10,7 @@ from tokendepth.config import RunConfig, from_dict
 from tokendepth.errors import UserError
 from tokendepth.report.records import as_number
 from tokendepth.report.summary import COLLAPSE, Stat
-from tokendepth.results import Row, read_rows
+from tokendepth.runs.results import Row, read_rows
 from tokendepth.studies import tables
 from tokendepth.studies.grid import same
 

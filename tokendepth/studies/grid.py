@@ -16,8 +16,8 @@ from typing import Literal
 from tokendepth.config import RunConfig, from_dict, to_dict
 from tokendepth.errors import UserError
 from tokendepth.report.results import row
-from tokendepth.results import Row, add_rows, read_rows
-from tokendepth.runs import Run
+from tokendepth.runs.results import Row, add_rows, read_rows
+from tokendepth.runs.run import Run
 
 # What a run is called, where it ran and how often it spoke do not change what it is.
 NO_PART_OF_IT = {
@@ -90,7 +90,7 @@ def fill(
 
     `here` trains in this process, one after the other: for runs that take less time than a process takes to start.
     """
-    from tokendepth.sweep import sweep, train_and_evaluate
+    from tokendepth.train.sweep import sweep, train_and_evaluate
 
     todo = missing(configs, path) if here else _compiled(_first_seeds_first(missing(configs, path)), out)
 

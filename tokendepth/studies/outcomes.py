@@ -8,7 +8,7 @@ from typing import Literal
 
 from tokendepth.config import RunConfig, from_dict
 from tokendepth.report.summary import Stat
-from tokendepth.results import Row, read_rows
+from tokendepth.runs.results import Row, read_rows
 from tokendepth.studies import settings
 from tokendepth.studies.evidence import by_experiment
 from tokendepth.studies.grid import same

@@ -8,10 +8,10 @@ python -m tokendepth.studies.pages
 import re
 from pathlib import Path
 
-from tokendepth.files import write_bytes
 from tokendepth.report.figures import Drawing
 from tokendepth.report.schematic import SCHEMATICS, schematic
 from tokendepth.report.summary import Stat
+from tokendepth.runs.files import write_bytes
 from tokendepth.studies import comparison
 from tokendepth.studies.comparison import beside, judge, table, wrapped
 from tokendepth.studies.evidence import NOT_RUN, show

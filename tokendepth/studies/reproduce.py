@@ -15,12 +15,12 @@ from pathlib import Path
 
 from tokendepth.config import ModelConfig, RunConfig
 from tokendepth.errors import Interrupted, SweepStopped, UserError
-from tokendepth.progress import console
-from tokendepth.results import Row, add_rows, read_rows
-from tokendepth.runs import Run
+from tokendepth.runs.results import Row, add_rows, read_rows
+from tokendepth.runs.run import Run
 from tokendepth.studies import grid, tables
 from tokendepth.studies.grid import Deadline, Progress
 from tokendepth.studies.tables import Measurement, Table
+from tokendepth.train.progress import console
 
 RUNS, ROUTING, INITIALISATION = "reproduction.json", "routing.json", "initialisation.json"
 CALLS = "reproduction_calls.json"
@@ -83,7 +83,7 @@ class _Study:
     def write_down(self, table: str, minutes: float) -> None:
         """What this call took, so that the whole can be said to have taken what it did."""
         if self.new_runs or self.new_rows:
-            from tokendepth.machine import choose_device, environment
+            from tokendepth.runs.machine import choose_device, environment
 
             path = self.results / CALLS
             number = len(read_rows(path)) if path.exists() else 0
@@ -172,7 +172,7 @@ class _Study:
 
     def _training_steps(self) -> Iterator[Row]:
         from tokendepth.bench import training
-        from tokendepth.machine import choose_device, describe_device
+        from tokendepth.runs.machine import choose_device, describe_device
 
         device, path = choose_device(self.device), self.results / "training.json"
         shapes = (

@@ -12,7 +12,7 @@ from typing import Literal
 from tokendepth.config import DenseConfig, RunConfig
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.recipes import variants
-from tokendepth.results import Row
+from tokendepth.runs.results import Row
 from tokendepth.studies import tables
 
 Level = Literal["half", "mild", "any"]

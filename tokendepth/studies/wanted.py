@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokendepth.config import BudgetConfig
-from tokendepth.files import write_bytes
 from tokendepth.report.records import Record
 from tokendepth.report.results import at_budgets, records
 from tokendepth.report.summary import Stat
 from tokendepth.report.tables import piped
+from tokendepth.runs.files import write_bytes
 from tokendepth.studies.outcomes import OUTSIDE, interpolate
 
 PAGE = Path("docs/BUDGET.md")
@@ -53,7 +52,7 @@ class Runs:
     @classmethod
     def read(cls, path: Path) -> "Runs":
         rows = records(path) if path.exists() else []
-        dials = [r for r in rows if isinstance(r.config.method, BudgetConfig) and r.config.method.dial]
+        dials = [r for r in rows if vars(r.config.method).get("dial")]
         return cls([*at_budgets(dials), *(r for r in rows if r not in dials)])
 
     def dense(self, layers: int = 6, task: str = "") -> dict[int, Record]:
@@ -64,8 +63,8 @@ class Runs:
         kind = f"{task}_budget" if task else "budget"
 
         def fits(record: Record) -> bool:
-            method = record.config.method
-            named = isinstance(method, BudgetConfig) and (method.budget, method.routing) == (budget, routing)
+            knobs = vars(record.config.method)
+            named = (knobs.get("budget"), knobs.get("routing")) == (budget, routing)
             return named and _kind(record) == kind and record.config.model.n_layer == layers
 
         return self._seeds(fits)

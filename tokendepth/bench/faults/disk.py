@@ -22,8 +22,8 @@ from tokendepth.bench.faults.damage import at_step
 from tokendepth.bench.faults.outcome import Outcome, Tell, package_environment, subject
 from tokendepth.config import RunConfig
 from tokendepth.errors import UserError
-from tokendepth.runs import Run
-from tokendepth.train import train
+from tokendepth.runs.run import Run
+from tokendepth.train.loop import train
 
 STEPS = 8
 NOBODY = 65534

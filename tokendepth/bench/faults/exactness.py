@@ -21,9 +21,9 @@ from tokendepth.bench.faults.outcome import Outcome, Tell, max_difference, subje
 from tokendepth.bench.faults.processes import Server, check_killed
 from tokendepth.config import DataConfig, TSAConfig, override
 from tokendepth.errors import UserError
-from tokendepth.files import deserialize
-from tokendepth.runs import Run
-from tokendepth.train import train
+from tokendepth.runs.files import deserialize
+from tokendepth.runs.run import Run
+from tokendepth.train.loop import train
 
 
 def resume(folder: Path, count: int, tell: Tell) -> Outcome:

@@ -15,8 +15,8 @@ from pathlib import Path
 from tokendepth.bench.faults.outcome import Outcome, Tell, package_environment, subject
 from tokendepth.bench.faults.processes import Server, check_killed
 from tokendepth.errors import UserError
-from tokendepth.runs import Run
-from tokendepth.train import train
+from tokendepth.runs.run import Run
+from tokendepth.train.loop import train
 
 PATIENCE_S = 120
 

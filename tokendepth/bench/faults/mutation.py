@@ -16,9 +16,9 @@ from tokendepth.bench.faults.outcome import Outcome, Tell, subject
 from tokendepth.config import DataConfig, to_dict
 from tokendepth.data.store import cache_folder, load_tokens
 from tokendepth.errors import UserError
-from tokendepth.files import MANIFEST
-from tokendepth.runs import Run
-from tokendepth.train import train
+from tokendepth.runs.files import MANIFEST
+from tokendepth.runs.run import Run
+from tokendepth.train.loop import train
 
 LONGEST_S = 2.0
 MOST_MEMORY = 2**30

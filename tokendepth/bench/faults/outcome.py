@@ -11,7 +11,7 @@ import numpy as np
 
 from tokendepth.config import DataConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
 from tokendepth.errors import UserError
-from tokendepth.runs import Run
+from tokendepth.runs.run import Run
 
 Tell = Callable[[int, int], None]
 """Called with how many are done, of how many."""

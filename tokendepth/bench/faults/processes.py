@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from tokendepth.bench.faults.outcome import Outcome, package_environment, subject
 from tokendepth.config import RunConfig, to_dict
-from tokendepth.runs import Run
+from tokendepth.runs.run import Run
 
 
 class Server:

@@ -15,8 +15,8 @@ import torch
 from tokendepth.bench.faults import damage, disk, exactness, kills, mutation
 from tokendepth.bench.faults.outcome import Outcome, Tell
 from tokendepth.errors import UserError, did_you_mean
-from tokendepth.machine import choose_device, environment
-from tokendepth.results import Row, add_rows
+from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.results import Row, add_rows
 
 MOST_FAILURES_KEPT = 10
 

@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 
-from tokendepth import train as module
 from tokendepth.bench.faults.damage import at_step
 from tokendepth.config import from_dict
 from tokendepth.errors import Interrupted, UserError
-from tokendepth.files import serialize
 from tokendepth.methods import build
-from tokendepth.runs import Run
-from tokendepth.step import OptimiserStep, Ranks
+from tokendepth.runs.files import serialize
+from tokendepth.runs.run import Run
+from tokendepth.train import loop as module
+from tokendepth.train.ranks import Ranks
+from tokendepth.train.step import OptimiserStep
 
 Order = dict[str, Any]
 

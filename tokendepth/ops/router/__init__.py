@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tokendepth.ops.backend import has_triton
+from tokendepth.ops.launch import has_triton
 from tokendepth.ops.router.eager import eager
 from tokendepth.ops.router.reference import reference
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overlapped
+from tokendepth.ops.launch.kernel import after_previous, let_next_begin, overlapped
 
 # Why these, for the case that matters: 8192 tokens, d = 256, hidden = 64, bfloat16 products, 132 multiprocessors.
 # 64 rows a program make 128 programs, one wave, and 64 is what Hopper's matrix instruction takes. All of d in one piece

@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokendepth.ops.backend import compiles_inference
+from tokendepth.ops.launch import compiles_inference
 
 FEW_SCORES = 2**19
 """A lone sequence with no more is attended to by plain products: as fast as the library, with less around it."""
@@ -10,22 +10,29 @@ MANY_ROWS = 48
 """Of a sequence with as many, the rows that look at no key of the second half are worth a call of their own."""
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, active: Tensor, key_valid: Tensor | None = None) -> Tensor:
+def eager(
+    q: Tensor, k: Tensor, v: Tensor, active: Tensor, key_valid: Tensor | None = None, columns: Tensor | None = None
+) -> Tensor:
     """As `reference`, by the library: on a CPU a call or two per sequence, so that only active rows are executed.
 
     On a GPU so many launches take longer than all else: there it is one call, every sequence's rows padded to the
     longest. A short sequence that is alone takes plain products.
     """
     keys = k.shape[2]
-    second_half = max(0, keys // 2 - (keys - active.shape[1]))
-    counts = torch.stack([active[:, :second_half].sum(1), active[:, second_half:].sum(1)], 1)
     key_position = torch.arange(keys, device=k.device)
     # Listed again: as `rows % time` of those there are, a compiler would put a division into every score.
-    position = active.nonzero()[:, 1:] + (keys - active.shape[1])
+    at = active.nonzero()
+    if columns is None:
+        second_half = max(0, keys // 2 - (keys - active.shape[1]))
+        counts = torch.stack([active[:, :second_half].sum(1), active[:, second_half:].sum(1)], 1)
+        position = at[:, 1:] + (keys - active.shape[1])
+    else:
+        early = active & (columns < keys // 2)
+        counts = torch.stack([early.sum(1), (active & ~early).sum(1)], 1)
+        position = columns[at[:, 0], at[:, 1]][:, None]
     seen = key_position <= position
     if key_valid is not None:
-        rows_valid = key_valid.repeat_interleave(counts.sum(1), dim=0)
-        seen &= rows_valid | (key_position == position)
+        seen &= key_valid[at[:, 0]] | (key_position == position)
     # What the library would make of `seen` too, but once a call.
     bias = torch.zeros((), dtype=q.dtype, device=q.device).where(seen, -torch.inf)
     if len(k) == 1 and q.shape[1] * active.shape[1] * keys <= FEW_SCORES:
@@ -52,12 +59,14 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) -> Te
     longest = int(counts.max())
     rows = q.new_zeros(len(k), longest, *q.shape[1:]).index_put((sequence, place), q)
     biases = bias.new_zeros(len(k), longest, bias.shape[1]).index_put((sequence, place), bias)
-    out = F.scaled_dot_product_attention(rows.transpose(1, 2), k, v, biases[:, None])
+    out = F.scaled_dot_product_attention(
+        rows.transpose(1, 2), k, v, biases[:, None], enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.transpose(1, 2)[sequence, place]
 
 
 def _by_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-    keys, start, found = k.shape[2], 0, []
+    keys, start, found, grouped = k.shape[2], 0, [], q.shape[1] != k.shape[1]
     for b, (early, late) in enumerate(counts.tolist()):
         groups = [(early, keys // 2), (late, keys)] if early + late >= MANY_ROWS else [(early + late, keys)]
         for rows, seen in groups:
@@ -65,14 +74,18 @@ def _by_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) 
                 own, start = slice(start, start + rows), start + rows
                 k_b, v_b = k[b : b + 1, :, :seen], v[b : b + 1, :, :seen]
                 q_b = q[own].transpose(0, 1)[None]
-                found.append(F.scaled_dot_product_attention(q_b, k_b, v_b, bias[own, :seen])[0].transpose(0, 1))
+                attended = F.scaled_dot_product_attention(q_b, k_b, v_b, bias[own, :seen], enable_gqa=grouped)
+                found.append(attended[0].transpose(0, 1))
     return torch.cat(found)
 
 
 def _of_one_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """Product, softmax, product: nothing has to be cut into sequences."""
-    scores = torch.baddbmm(bias, q.transpose(0, 1), k[0].transpose(1, 2), alpha=q.shape[2] ** -0.5)
-    return torch.bmm(scores.softmax(-1), v[0]).transpose(0, 1).contiguous()
+    k, v = k[0], v[0]
+    if q.shape[1] != len(k):  # each head of keys and values serves a group
+        k, v = (kept.repeat_interleave(q.shape[1] // len(k), dim=0) for kept in (k, v))
+    scores = torch.baddbmm(bias, q.transpose(0, 1), k.transpose(1, 2), alpha=q.shape[2] ** -0.5)
+    return torch.bmm(scores.softmax(-1), v).transpose(0, 1).contiguous()
 
 
 # To a compiler each is one op: its lengths are known only when it runs. Registered without the checks of `custom_op`,

@@ -1,20 +1,18 @@
-"""Attention rows of active tokens, and where that saves a kernel, the decision who they are."""
+"""Attention rows of active tokens, and where that saves a kernel, the list of them."""
 
 # A launch takes numbers for constexpr and options that are no parameters: more than a type checker can know.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokendepth.ops.choose.kernel import EVERYBODY, PREFIX, active_among, by_what
-from tokendepth.ops.overlap.kernel import after_previous, let_next_begin, overlapped
+from tokendepth.ops.decide.kernel import PREFIX, active_among
+from tokendepth.ops.launch.kernel import after_previous, let_next_begin, overlapped
 
 ATTENTION = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-LISTED = -1  # in the place of what decides: that is done already
+BY_LIST, BY_FLAG, EVERYBODY = range(3)  # how a program knows its rows
 
 
 @triton.jit
@@ -46,25 +44,26 @@ def _attend(
 
 @triton.jit
 def _attention(
-    q, query, k, v, valid, out, index, starts, time, keys, scale, k_batch, k_head, k_time, v_batch, v_head, v_time,
-    given, threshold, number, choosable, active,
+    q, query, k, v, valid, columns, out, index, starts, active, time, keys, scale,
+    k_batch, k_head, k_time, v_batch, v_head, v_time,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, QUERY: tl.constexpr,
-    VALID: tl.constexpr, DECIDED: tl.constexpr, INCLUSIVE: tl.constexpr, CHOOSABLE: tl.constexpr, BLOCK_T: tl.constexpr,
+    VALID: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
     PREFIX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (m, b and head): the m-th block of active rows of a sequence, against its keys up to the last of them.
 
-    QUERY: q is what queries are made of, by place; else they are there already, by row. Where it is not DECIDED who is
-    active, every program finds out for itself, and one of each sequence writes the list for the kernels to come.
+    QUERY: q is what queries are made of, by place; else they are there already, by row. COLUMNS: where each token
+    stands among the keys; else the tokens are the last of the keys. ROWS: how a program knows its rows. Where it is not
+    by a list, one program of each sequence writes the list for the kernels to come.
     """
     after_previous(OVERLAP)
     b = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
     own_token = b * time + tl.arange(0, BLOCK_T)
     beyond = b * time + time
-    if DECIDED == -1:
+    if ROWS == 0:
         first, last = tl.load(starts + b), tl.load(starts + b + 1)
-    elif DECIDED == 4:
+    elif ROWS == 2:
         first, last = b * time, beyond
         rank = tl.arange(0, BLOCK_T)
         flags = (own_token < beyond).to(tl.int32)
@@ -72,15 +71,12 @@ def _attention(
         first = 0
         for earlier in range(0, b * time, PREFIX):
             token = earlier + tl.arange(0, PREFIX)
-            first += tl.sum(
-                active_among(given, threshold, number, choosable, token, b * time, DECIDED, INCLUSIVE, CHOOSABLE), 0
-            )
-        flags = active_among(given, threshold, number, choosable, own_token, beyond, DECIDED, INCLUSIVE, CHOOSABLE)
+            first += tl.sum(active_among(active, active, 0.0, active, token, b * time, 0, False, False), 0)
+        flags = active_among(active, active, 0.0, active, own_token, beyond, 0, False, False)
         rank = tl.cumsum(flags, 0) - flags
         last = first + tl.sum(flags, 0)
-    if DECIDED != -1:  # noqa: SIM102 - compiled only where it holds
+    if ROWS != 0:  # noqa: SIM102 - compiled only where it holds
         if (tl.program_id(0) == 0) & (head == 0):
-            tl.store(active + own_token, flags.to(tl.uint8), mask=own_token < beyond)
             tl.store(index + first + rank, own_token, mask=flags != 0)
             tl.store(starts + b, first)
             if (b + 1) * HEADS == tl.num_programs(1):
@@ -93,15 +89,18 @@ def _attention(
         there = row < last
         unit = tl.arange(0, BLOCK_W)
         D: tl.constexpr = HEADS * WIDTH
-        if DECIDED == -1:
+        if ROWS == 0:
             place = tl.load(index + row, mask=there, other=b * time)
-        elif DECIDED == 4:
+        elif ROWS == 2:
             place = tl.where(there, row, b * time)
         else:  # the one active token of that rank
             own_rank = (rank[None, :] == (row - first)[:, None]) & (flags != 0)[None, :]
             place = tl.sum(tl.where(own_rank, own_token[None, :], 0), 1)
             place = tl.where(there, place, b * time)
-        own = place - b * time + keys - time
+        if COLUMNS:  # noqa: SIM108 - compiled only where it holds
+            own = tl.load(columns + place, mask=there, other=0)
+        else:
+            own = place - b * time + keys - time
         end = tl.max(own, 0) + 1
         at = row.to(tl.int64)[:, None] * D + head * WIDTH + unit[None, :]
         inside = there[:, None] & (unit < WIDTH)[None, :]
@@ -136,47 +135,21 @@ def _attention(
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-class Undecided(NamedTuple):
-    logit: Tensor | None
-    """None: everybody is active."""
-    threshold: Tensor | None
-    number: float
-    inclusive: bool
-    choosable: Tensor | None
-    active: Tensor
-
-
-def _decision(undecided: Undecided | None, unused: Tensor, time: int) -> tuple[tuple, dict[str, int | bool]]:
-    """What the attention kernel is given about who is active: operands, and what they are."""
-    if undecided is None:
-        how = {"DECIDED": LISTED, "INCLUSIVE": False, "CHOOSABLE": False, "BLOCK_T": 16, "PREFIX": 16}
-        return (unused, unused, 0.0, unused, unused), how
-    logit, choosable, active = undecided.logit, undecided.choosable, undecided.active
-    threshold, decided = (None, EVERYBODY) if logit is None else by_what(undecided.threshold, logit)
-    operands = (
-        unused if logit is None else logit, unused if threshold is None else threshold, undecided.number,
-        unused if choosable is None else choosable.contiguous().view(torch.uint8), active.view(torch.uint8),
-    )  # fmt: skip
-    how = {
-        "DECIDED": decided, "INCLUSIVE": undecided.inclusive, "CHOOSABLE": choosable is not None,
-        "BLOCK_T": max(16, triton.next_power_of_2(time)), "PREFIX": min(PREFIX, triton.next_power_of_2(active.numel())),
-    }  # fmt: skip
-    return operands, how
-
-
-def attention(q, query, k, v, key_valid, out, index, starts, undecided: Undecided | None = None) -> None:
+def attention(q, query, k, v, key_valid, columns, out, index, starts, active: Tensor | None, rows: int) -> None:
     """Into `out`, by row. q: the queries by row, or with `query`, their projection, what they are made of, by place.
 
-    k, v: `[batch, head, keys, width]`. `index` and `starts` are the list of active tokens; where it is `undecided`
-    who they are, the list is written, not read.
+    k, v: `[batch, head, keys, width]`. `index` and `starts` are the list of active tokens: read where `rows` is
+    BY_LIST, else written. `active`: `[batch, time]`, read where it is BY_FLAG.
     """
     batch, heads, keys, width = k.shape
     time = len(index) // batch
     valid = starts if key_valid is None else key_valid.contiguous().view(torch.uint8)
-    decision, how = _decision(undecided, starts, time)
+    listed = rows == BY_LIST
     _attention[(triton.cdiv(time, ATTENTION["BLOCK_M"]), batch * heads)](
-        q, q if query is None else query, k, v, valid, out, index, starts, time, keys,
-        1.4426950408889634 * width**-0.5, *k.stride()[:3], *v.stride()[:3], *decision, HEADS=heads, WIDTH=width,
-        BLOCK_W=max(16, triton.next_power_of_2(width)), BLOCK_D=min(64, triton.next_power_of_2(heads * width)),
-        QUERY=query is not None, VALID=key_valid is not None, **how, **overlapped(out), **ATTENTION,
+        q, q if query is None else query, k, v, valid, starts if columns is None else columns, out, index, starts,
+        starts if active is None else active.view(torch.uint8), time, keys, 1.4426950408889634 * width**-0.5,
+        *k.stride()[:3], *v.stride()[:3], HEADS=heads, WIDTH=width, BLOCK_W=max(16, triton.next_power_of_2(width)),
+        BLOCK_D=min(64, triton.next_power_of_2(heads * width)), QUERY=query is not None, VALID=key_valid is not None,
+        COLUMNS=columns is not None, ROWS=rows, BLOCK_T=16 if listed else max(16, triton.next_power_of_2(time)),
+        PREFIX=16 if listed else min(PREFIX, triton.next_power_of_2(len(index))), **overlapped(out), **ATTENTION,
     )  # fmt: skip

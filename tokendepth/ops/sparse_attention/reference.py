@@ -2,19 +2,22 @@ import torch
 from torch import Tensor
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, active: Tensor, key_valid: Tensor | None = None) -> Tensor:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, active: Tensor, key_valid: Tensor | None = None, columns: Tensor | None = None
+) -> Tensor:
     """One attention row per active token, written as the definition reads.
 
-    q: `[n, head, width]`, a row for each True of `active`, in row-major order. k, v: `[batch, head, keys, width]`.
-    active: `[batch, time]` bool; its columns are the last `time` of the keys. key_valid: `[batch, keys]`, False where
-    a key must not be seen (a token always sees its own). Returns `[n, head, width]`.
+    q: `[n, head, width]`, a row for each True of `active`, in row-major order. k, v: `[batch, kv head, keys, width]`;
+    each kv head serves as many heads as there are for one. active: `[batch, time]` bool. columns: `[batch, time]`,
+    where each token stands among the keys; else the tokens are the last of the keys. key_valid: `[batch, keys]`, False
+    where a key must not be seen (a token always sees its own). Returns `[n, head, width]`.
     """
     out = torch.empty_like(q)
-    offset = k.shape[2] - active.shape[1]
+    offset, group = k.shape[2] - active.shape[1], q.shape[1] // k.shape[1]
     for row, (b, t) in enumerate(active.nonzero().tolist()):
-        position = offset + t
+        position = offset + t if columns is None else int(columns[b, t])
         seen = [s for s in range(position + 1) if key_valid is None or key_valid[b, s] or s == position]
         for head in range(q.shape[1]):
-            scores = k[b, head, seen] @ q[row, head] / q.shape[2] ** 0.5
-            out[row, head] = scores.softmax(0) @ v[b, head, seen]
+            scores = k[b, head // group, seen] @ q[row, head] / q.shape[2] ** 0.5
+            out[row, head] = scores.softmax(0) @ v[b, head // group, seen]
     return out

@@ -1,0 +1,467 @@
+"""The KV cache: sequences of any lengths side by side, however they are padded, in slots that are freed and reused.
+
+What is compared was computed in the same float32 sums over other shapes, so 1e-5 of the largest logit is rounding; a
+key that is missed, shifted or seen too much moves logits by some percent (`test_the_tolerance_tells...`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.tiny import one_line
+from tokendepth.cache import KVCache
+from tokendepth.config import DenseConfig, MoDConfig, ModelConfig, RunConfig, SwitchConfig, TrainConfig, TSAConfig
+from tokendepth.errors import UserError
+from tokendepth.layers.routers import Router
+from tokendepth.methods import build
+from tokendepth.model import LanguageModel, Output
+
+TIME, VOCABULARY = 12, 11
+CLASSIC = ModelConfig(d_model=32, n_layer=3, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=VOCABULARY)
+MODERN = replace(
+    CLASSIC, norm="rms", positions="rotary", n_kv_head=2, ffn="swiglu", ffn_bias=False, qk_norm=True, tie_head=False
+)
+SHAPES = {"classic": CLASSIC, "modern": MODERN}
+METHODS = {
+    "dense": DenseConfig(),
+    "tsa": TSAConfig(),
+    "mod": MoDConfig(every=1, capacity=0.5),
+    "switch": SwitchConfig(capacity_factor=0.75),  # where some find no room
+}
+
+each_shape = pytest.mark.parametrize("shape", SHAPES)
+each_method = pytest.mark.parametrize("method", METHODS)
+each_execution = pytest.mark.parametrize("execution", ["hard", "sparse"])
+each_side = pytest.mark.parametrize("side", ["left", "right", "middle"])
+
+
+@cache
+def lively(method: str, shape: str, context: int = TIME) -> LanguageModel:
+    """Untrained, but every matrix matters and every routed site takes some tokens and not others. Leave it as it is."""
+    for seed in range(20):
+        config = RunConfig(
+            model=replace(SHAPES[shape], context=context), method=METHODS[method], train=TrainConfig(seed=seed)
+        )
+        model = enlivened(build(config).eval())
+        work = full(model, tokens(16, context), "hard").trace.work
+        routed = [n for n, site in enumerate(model.method.sites(keys=1)) if site.routed]
+        if all(0.2 <= float(work[n].mean()) <= 0.9 for n in routed):
+            return model
+    raise AssertionError("no seed decides both ways")
+
+
+@torch.no_grad()
+def enlivened(model: LanguageModel) -> LanguageModel:
+    for matrix in (p for p in model.parameters() if p.ndim == 2):
+        matrix.mul_(0.2 / matrix.std())
+    for router in (router for router in model.method.routers() if isinstance(router, Router)):
+        logits: list[Tensor] = []
+        hook = router.register_forward_hook(lambda _m, _i, out, logits=logits: logits.append(out))
+        full(model, tokens(16, model.config.context), "hard")
+        hook.remove()
+        median = logits[0].median()
+        # Midway to the next one, so that no token stands on the threshold itself.
+        router.logit.bias -= (median + logits[0][logits[0] > median + 1e-3].min()) / 2
+    return model
+
+
+def tokens(batch: int, time: int = TIME, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def new_cache(model: LanguageModel, slots: int, capacity: int | None = None, **options) -> KVCache:
+    like, layers = model.norm.weight.detach(), model.method.cache_layers
+    return KVCache(model.config, slots, capacity or model.config.context, layers=layers, like=like, **options)
+
+
+@torch.no_grad()
+def full(model: LanguageModel, ids: Tensor, execution: str = "hard", **options) -> Output:
+    return model(ids, execution=execution, **options)
+
+
+def padded(rows: Sequence[Sequence[int]], width: int, side: str) -> tuple[Tensor, Tensor]:
+    """`[batch, width]` with the rows at the right end (padding left), at the left end, or apart; and where they are."""
+    ids, valid = torch.full((len(rows), width), 7), torch.zeros(len(rows), width, dtype=torch.bool)
+    for b, row in enumerate(rows):
+        columns = list(range(width))
+        if side == "left":
+            columns = columns[width - len(row) :]
+        elif side == "middle":  # one more at the left end than at the right one, padding between
+            columns = [*columns[: (len(row) + 1) // 2], *columns[width - len(row) // 2 :]] if row else []
+        for column, token in zip(columns, row, strict=False):
+            ids[b, column], valid[b, column] = token, True
+    return ids, valid
+
+
+class Ragged:
+    """Sequences that grow in a cache by chunks of different lengths, and what they came to."""
+
+    def __init__(self, model: LanguageModel, kept: KVCache, batch: int, execution: str = "hard") -> None:
+        self.model, self.kept, self.execution = model, kept, execution
+        self.ids: list[list[int]] = [[] for _ in range(batch)]
+        self.logits: list[list[Tensor]] = [[] for _ in range(batch)]
+        self.work: list[list[Tensor]] = [[] for _ in range(batch)]
+
+    def feed(self, rows: Sequence[Sequence[int]], width: int, side: str) -> Output:
+        ids, valid = padded(rows, width, side)
+        out = full(self.model, ids, self.execution, cache=self.kept, valid=valid)
+        assert out.logits.isfinite().all(), "also at padding"
+        for b, row in enumerate(rows):
+            self.ids[b] += row
+            self.logits[b].append(out.logits[b, valid[b]])
+            self.work[b].append(out.trace.work[:, b, valid[b]])
+        return out
+
+    def check(self) -> None:
+        """Every sequence is what it is alone, read at once."""
+        for ids, logits, work in zip(self.ids, self.logits, self.work, strict=True):
+            if ids:
+                alone = full(self.model, torch.tensor([ids]), self.execution)
+                assert_close(torch.cat(logits), alone.logits[0])
+                assert torch.equal(torch.cat(work, 1), alone.trace.work[:, 0])
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+@each_method
+@each_shape
+def test_the_tolerance_tells_an_error_from_rounding(method, shape):
+    model, ids = lively(method, shape), tokens(4)
+    other = ids.clone()
+    other[:, 4] = (other[:, 4] + 1) % VOCABULARY
+    before, after = full(model, ids).logits, full(model, other).logits
+    assert float((after - before)[:, 5:].abs().max()) > 1e-2 * float(before.abs().max())
+
+
+# --- sequences of different lengths -----------------------------------------------------------------------------------
+
+
+@each_method
+@each_shape
+@each_execution
+@each_side
+def test_sequences_grow_each_at_its_own_pace(method, shape, execution, side):
+    """Also by nothing at all, also to the end of the context while others have just begun."""
+    model, rows = lively(method, shape), tokens(3, seed=1).tolist()
+    ragged = Ragged(model, new_cache(model, 3), 3, execution)
+    ragged.feed([rows[0][:5], rows[1][:4], rows[2][:1]], 7, side)
+    assert ragged.kept.lengths.tolist() == [5, 4, 1]
+    assert ragged.kept.longest == 5
+    ragged.feed([[], rows[1][4:7], []], 4, side)
+    ragged.feed([rows[0][5:], [], rows[2][1:2]], 8, side)
+    ragged.feed([[], rows[1][7:8], rows[2][2:3]], 1, side)
+    assert ragged.kept.lengths.tolist() == [TIME, 8, 3]
+    assert ragged.kept.longest == TIME
+    ragged.check()
+
+
+@each_method
+@each_shape
+@each_execution
+@each_side
+def test_padding_takes_no_room_in_context_and_cache(method, shape, execution, side):
+    """Five and four real tokens in seven columns, at a context and a capacity of five; the full one goes on idle."""
+    model, rows = lively(method, shape, context=5), tokens(2, 5, seed=2).tolist()
+    ragged = Ragged(model, new_cache(model, 2), 2, execution)
+    ragged.feed([rows[0], rows[1][:4]], 7, side)
+    ragged.feed([[], []], 3, side)
+    ragged.feed([[], rows[1][4:]], 2, side)
+    ragged.feed([[], []], 1, side)
+    assert ragged.kept.lengths.tolist() == [5, 5]
+    ragged.check()
+
+
+@each_method
+@each_shape
+def test_a_chunk_of_padding_before_anything_else(method, shape):
+    model, rows = lively(method, shape), tokens(2, 4).tolist()
+    ragged = Ragged(model, new_cache(model, 2), 2)
+    ragged.feed([[], []], 3, "left")
+    ragged.feed([[], rows[1]], 5, "left")
+    ragged.feed([rows[0], []], 5, "right")
+    assert ragged.kept.lengths.tolist() == [4, 4]
+    ragged.check()
+
+
+@each_method
+@each_shape
+@each_execution
+def test_after_a_ragged_prompt_tokens_come_one_by_one_without_a_mask(method, shape, execution):
+    model, rows = lively(method, shape), tokens(2, seed=3).tolist()
+    ragged = Ragged(model, new_cache(model, 2), 2, execution)
+    ragged.feed([rows[0][:6], rows[1][:2]], 6, "left")
+    for step in range(3):
+        new = torch.tensor([[rows[0][6 + step]], [rows[1][2 + step]]])
+        out = full(model, new, execution, cache=ragged.kept)
+        for b in range(2):
+            ragged.ids[b].append(int(new[b]))
+            ragged.logits[b].append(out.logits[b])
+            ragged.work[b].append(out.trace.work[:, b])
+    assert ragged.kept.lengths.tolist() == [9, 5]
+    ragged.check()
+
+
+@each_shape
+def test_who_leaves_a_key_is_known_per_layer(shape):
+    """Mixture-of-Depths: who was selected. TSA: everybody."""
+    for method, all_of_them in (("mod", False), ("tsa", True)):
+        model, rows = lively(method, shape), tokens(2, seed=1).tolist()
+        ragged = Ragged(model, new_cache(model, 2), 2)
+        ragged.feed([rows[0][:8], rows[1][:3]], 9, "middle")
+        for layer in range(3):
+            for b, length in ((0, 8), (1, 3)):
+                left = ragged.kept.valid[layer, b, :length]
+                worked = ragged.work[b][0][layer].bool()
+                assert torch.equal(left, torch.ones_like(left) if all_of_them else worked)
+                assert not ragged.kept.valid[layer, b, length:TIME].any()
+
+
+def test_a_cache_is_as_wide_as_keys_and_values_are():
+    model = lively("dense", "modern")
+    kept = new_cache(model, 2, 6)
+    assert kept.keys.shape[:3] == kept.values.shape[:3] == (3, 2, 2), "layers, slots, heads of keys and values"
+    assert kept.keys.shape[4] == 8
+    wide = KVCache(replace(MODERN, head_width=6), 2, 6, layers=5, like=model.norm.weight)
+    assert (wide.keys.shape[0], wide.keys.shape[4]) == (5, 6)
+    assert KVCache(MODERN, 1, 1, like=torch.empty(0, dtype=torch.bfloat16)).keys.dtype == torch.bfloat16
+
+
+@each_shape
+@each_execution
+def test_under_autocast_keys_and_values_go_into_a_cache_of_float32(shape, execution):
+    model, ids = lively("tsa", shape), tokens(2, 5)
+    kept = new_cache(model, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        parts = [full(model, part, execution, cache=kept) for part in ids.split([3, 2], dim=1)]
+    assert kept.keys.dtype == torch.float32
+    assert kept.lengths.tolist() == [5, 5]
+    assert all(part.logits.isfinite().all() for part in parts)
+
+
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
+@each_method
+@each_shape
+@each_execution
+def test_views_of_slots_in_any_order_are_batches_of_their_own(method, shape, execution):
+    model, rows = lively(method, shape), tokens(3, seed=4).tolist()
+    kept = new_cache(model, 4)  # slot 0 stays empty
+    one, two = Ragged(model, kept.of([2]), 1, execution), Ragged(model, kept.of([3, 1]), 2, execution)
+    one.feed([rows[0][:7]], 7, "left")
+    two.feed([rows[1][:2], rows[2][:4]], 5, "left")
+    one.feed([rows[0][7:9]], 2, "left")
+    two.feed([rows[1][2:], []], 10, "right")
+    assert kept.lengths.tolist() == [0, 4, 9, TIME]
+    assert kept.longest == TIME
+    assert not kept.valid[:, 0, :TIME].any()
+    assert (kept.of([3, 1]).seen().tolist(), kept.of([2]).seen().tolist()) == ([TIME, 4], [9])
+    one.check()
+    two.check()
+
+
+def test_a_view_of_a_view_names_slots_of_the_whole():
+    kept = new_cache(lively("dense", "classic"), 3)
+    kept.lengths.copy_(torch.tensor([5, 6, 7]))
+    assert kept.of([2, 0]).of([1]).seen().tolist() == [6]
+
+
+def test_a_view_attends_over_its_own_columns_alone():
+    """A long neighbour costs a short sequence nothing."""
+    model = lively("dense", "classic")
+    kept = new_cache(model, 2)
+    full(model, tokens(1), cache=kept.of([1]))
+    out = full(model, tokens(1, 3), cache=kept.of([0]))
+    assert out.trace.sites == model.method.sites(keys=3)
+    assert kept.lengths.tolist() == [3, TIME]
+    assert kept.longest == TIME, "of all sequences, not of the view"
+
+
+# --- free and reuse ---------------------------------------------------------------------------------------------------
+
+
+@each_method
+@each_shape
+@each_execution
+def test_a_reused_slot_is_as_a_fresh_one(method, shape, execution):
+    """To the bit, and the neighbour does not notice."""
+    model, rows = lively(method, shape), tokens(3, seed=5)
+    kept, fresh = new_cache(model, 2), new_cache(model, 2)
+    full(model, rows[:2, :8], execution, cache=kept)
+    full(model, rows[:2, :8], execution, cache=fresh)
+    kept.free([0])
+    assert kept.lengths.tolist() == [0, 8]
+    assert kept.longest == 8
+    assert not kept.valid[:, 0].any()
+    assert kept.valid[:, 1].any()
+    full(model, rows[2:, :3], execution, cache=kept.of([0]))
+    ids, valid = torch.stack([rows[2, 3:7], rows[1, 8:]]), torch.ones(2, 4, dtype=torch.bool)
+    reused = full(model, ids, execution, cache=kept, valid=valid)
+    alone = full(model, rows[2:, :7], execution)
+    assert_close(reused.logits[0], alone.logits[0, 3:])
+    assert torch.equal(reused.trace.work[:, 0], alone.trace.work[:, 0, 3:])
+    neighbour = full(model, rows[:2, 8:], execution, cache=fresh)
+    assert_close(reused.logits[1], neighbour.logits[1])
+    kept.free([0, 1])
+    again, first = (full(model, rows[:2], execution, cache=c) for c in (kept, new_cache(model, 2)))
+    assert torch.equal(again.logits, first.logits)
+    assert torch.equal(again.trace.work, first.trace.work)
+
+
+def test_what_a_method_remembers_is_forgotten_with_its_slot():
+    """Switch counts the tokens of each expert; without that a new sequence would find its experts full."""
+    model = lively("switch", "classic")
+    kept = new_cache(model, 2)
+    full(model, tokens(2), cache=kept)
+    (layer,) = kept.states
+    assert kept.states[layer].sum(1).tolist() == [TIME, TIME]
+    kept.free([1])
+    assert kept.states[layer].sum(1).tolist() == [TIME, 0]
+    full(model, tokens(1, 5), cache=kept.of([1]))
+    assert kept.states[layer].sum(1).tolist() == [TIME, 5]
+
+
+def test_a_state_is_kept_by_slot():
+    kept = new_cache(lively("dense", "classic"), 3)
+    view = kept.of([2, 0])
+    assert view.state(1, like=torch.zeros(2)).tolist() == [[0, 0], [0, 0]]
+    view.remember(1, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert kept.state(1, like=torch.zeros(2)).tolist() == [[3, 4], [0, 0], [1, 2]]
+    assert view.state(1, like=torch.zeros(2)).tolist() == [[1, 2], [3, 4]]
+
+
+def test_freeing_nothing_is_no_error():
+    kept = new_cache(lively("dense", "classic"), 2)
+    full(lively("dense", "classic"), tokens(2, 3), cache=kept)
+    kept.free([])
+    assert kept.lengths.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_sequence_that_went_wrong_is_forgotten_too(fixed):
+    """What it left is masked, but a weight of 0 times what is not a number is not one either."""
+    model = lively("dense", "classic")
+    kept, fresh = (new_cache(model, 2, fixed=fixed) for _ in range(2))
+    full(model, tokens(2, 8), cache=kept)
+    full(model, tokens(2, 8), cache=fresh)
+    for buffer in (kept.keys, kept.values):
+        buffer[:, 0] = torch.nan
+    kept.free([0])
+    fresh.free([0])
+    new = tokens(2, 2, seed=1)
+    assert torch.equal(full(model, new, cache=kept).logits, full(model, new, cache=fresh).logits)
+
+
+# --- fixed shapes -----------------------------------------------------------------------------------------------------
+
+
+@each_method
+@each_shape
+@each_execution
+def test_fixed_reads_all_columns_and_computes_the_same(method, shape, execution):
+    model, ids = lively(method, shape), tokens(2, seed=6)
+    fixed, growing = new_cache(model, 2, fixed=True), new_cache(model, 2)
+    for part in ids.split([5, 1, 1, 5], dim=1):
+        a, b = (full(model, part, execution, cache=kept) for kept in (fixed, growing))
+        assert_close(a.logits, b.logits)
+        assert torch.equal(a.trace.work, b.trace.work)
+        assert a.trace.sites == model.method.sites(keys=TIME)
+    assert fixed.lengths.tolist() == growing.lengths.tolist() == [TIME, TIME]
+
+
+@each_method
+@each_shape
+@each_side
+def test_fixed_and_ragged(method, shape, side):
+    model, rows = lively(method, shape), tokens(2, seed=7).tolist()
+    ragged = Ragged(model, new_cache(model, 2, fixed=True), 2)
+    out = ragged.feed([rows[0][:5], rows[1][:2]], 6, side)
+    assert out.trace.sites == model.method.sites(keys=TIME)
+    ragged.feed([rows[0][5:], []], 8, side)
+    ragged.feed([[], rows[1][2:3]], 1, side)
+    assert ragged.kept.lengths.tolist() == [TIME, 3]
+    ragged.check()
+
+
+class Questions(TorchDispatchMode):
+    """How often a number on the device is asked for by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.asked += func._overloadpacket is torch.ops.aten._local_scalar_dense
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@each_shape
+def test_only_a_fixed_cache_asks_nothing_of_the_device(shape, fixed):
+    """Else a step with a mask is never one graph."""
+    model, valid = lively("tsa", shape), torch.tensor([[True], [False]])
+    kept = new_cache(model, 2, fixed=fixed)
+    with Questions() as questions:
+        full(model, tokens(2, 1), cache=kept, valid=valid)
+    assert (questions.asked == 0) == fixed
+    with Questions() as questions:
+        full(model, tokens(2, 1), cache=kept)
+    assert questions.asked == 0
+    assert kept.lengths.tolist() == [2, 1]
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+@each_shape
+def test_more_than_the_capacity_is_refused_in_one_line_and_changes_nothing(shape):
+    model, ids = lively("dense", shape), tokens(2)
+    kept = new_cache(model, 2, 6)
+    full(model, ids[:, :4], cache=kept)
+    refused = {
+        "whole": (kept, ids[:, 4:7], None),
+        "masked": (kept, ids[:, 4:7], torch.tensor([[True, False, False], [True, True, True]])),
+        "view": (kept.of([1]), ids[1:, 4:7], None),
+    }
+    for cache_, new, valid in refused.values():
+        with pytest.raises(UserError) as error:
+            full(model, new, cache=cache_, valid=valid)
+        assert one_line(error.value) == "the cache holds 6 tokens, 7 were given; make it larger"
+    assert kept.lengths.tolist() == [4, 4]
+    assert_close(full(model, ids[:, 4:6], cache=kept).logits, full(model, ids[:, :6]).logits[:, 4:])
+
+
+@each_shape
+def test_more_than_the_context_is_refused_in_one_line(shape):
+    model = lively("dense", shape)
+    kept = new_cache(model, 2, 20)
+    full(model, tokens(2, 10), cache=kept)
+    kept.free([0])
+    with pytest.raises(UserError) as error:
+        full(model, tokens(2, 3), cache=kept)
+    assert one_line(error.value) == f"13 tokens do not fit this model's context of {TIME}; give fewer"
+    assert full(model, tokens(1, 3), cache=kept.of([0])).logits.shape[1] == 3, "the free slot has room"
+
+
+@each_shape
+def test_a_fixed_cache_that_was_fed_with_a_mask_still_refuses_what_does_not_fit(shape):
+    model = lively("dense", shape)
+    kept = new_cache(model, 1, 6, fixed=True)
+    full(model, tokens(1, 6), cache=kept, valid=torch.ones(1, 6, dtype=torch.bool))
+    with pytest.raises(UserError, match="the cache holds 6 tokens, 7 were given"):
+        full(model, tokens(1, 1), cache=kept)
+
+
+def test_a_batch_of_another_size_than_the_cache_is_an_error():
+    """One sequence for three slots would be three of the same."""
+    model = lively("dense", "classic")
+    with pytest.raises((UserError, AssertionError)):
+        full(model, tokens(1, 2), cache=new_cache(model, 3))

@@ -1,0 +1,110 @@
+"""Which execution is faster here: skipping, or running the same weights densely? Measured once, then remembered.
+
+Skipping pays from some share of skipped tokens on, and where that lies depends on the machine and the shape. A profile
+of both is taken the first time a shape is met on a machine (a second or so) and kept in the cache folder.
+"""
+
+import dataclasses
+import json
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tokendepth import __version__
+from tokendepth.data.store import cache_folder
+from tokendepth.errors import UserError
+from tokendepth.measure.clock import captured, interleaved
+from tokendepth.model import LanguageModel
+from tokendepth.ops.launch import LOW_PRECISION
+from tokendepth.runs.files import read_json, write_json
+from tokendepth.runs.machine import describe_device
+from tokendepth.trace import Execution
+
+FRACTIONS = (0.1, 0.4, 0.7, 1.0)
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Choice:
+    execution: Execution
+    reason: str
+
+
+def choose(
+    model: LanguageModel, batch: int, time_steps: int, active_fraction: float, *, remembered: bool = True
+) -> Choice:
+    """`sparse` where it is expected to be faster at this active fraction, else `hard`: the same result, densely.
+
+    With nothing to skip `sparse` can be faster too: on a GPU its kernels are others.
+    Ask for the model in the form that will run: compiled, where it is to be. A profile that is not `remembered` is
+    taken anew.
+    """
+    own_kernels = model.norm.weight.is_cuda and model.norm.weight.dtype in LOW_PRECISION
+    if not any(site.routed for site in model.method.sites(keys=1)) and not own_kernels:
+        return Choice("hard", "nothing decides here, so there is nothing to skip")
+    profile = _profile(model, batch, time_steps, remembered)
+    hard, sparse = profile["hard_ms"], _interpolated(profile["sparse_ms"], active_fraction)
+    words = f"{sparse:.2f} ms sparse and {hard:.2f} ms dense at active fraction {active_fraction:.2f}, batch {batch}"
+    return Choice("sparse" if sparse < hard else "hard", f"measured here: {words}")
+
+
+def _interpolated(times: list[float], at: float) -> float:
+    """Linear between the measured fractions, flat beyond them."""
+    if at <= FRACTIONS[0]:
+        return times[0]
+    for (low, a), (high, b) in zip(
+        zip(FRACTIONS, times, strict=True), zip(FRACTIONS[1:], times[1:], strict=True), strict=False
+    ):
+        if at <= high:
+            return a + (b - a) * (at - low) / (high - low)
+    return times[-1]
+
+
+def _profile(model: LanguageModel, batch: int, time_steps: int, remembered: bool) -> dict[str, Any]:
+    path = cache_folder() / "profile.json"
+    key = json.dumps([describe_device(model.norm.weight.device), torch.__version__, _shape(model), batch, time_steps])
+    kept = _kept(path)
+    if key not in kept or not remembered:
+        kept = {**kept, key: _measured(model, batch, time_steps)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, kept)
+    return kept[key]
+
+
+def _kept(path) -> dict[str, Any]:
+    """What is there and readable; a damaged profile is only measured anew."""
+    try:
+        tree = read_json(path) if path.exists() else {}
+    except UserError:
+        return {}
+    fits = isinstance(tree, dict) and all(
+        isinstance(p, dict) and type(p.get("hard_ms")) is float and len(p.get("sparse_ms", ())) == len(FRACTIONS)
+        for p in tree.values()
+    )
+    return tree if fits else {}
+
+
+def _shape(model: LanguageModel) -> list:
+    form = [type(model).__name__, str(model.norm.weight.dtype)]  # a compiled model has a type of its own
+    return [__version__, *form, type(model.method).__name__, *dataclasses.astuple(model.config)]
+
+
+@torch.no_grad()
+def _measured(model: LanguageModel, batch: int, time_steps: int) -> dict[str, Any]:
+    """Medians of interleaved passes on random decisions at random positions."""
+    device = model.norm.weight.device
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (batch, time_steps), generator=dice).to(device)
+    sites = sum(site.routed for site in model.method.sites(keys=1))
+    draws = torch.rand(sites, batch, time_steps, generator=dice)
+    forced = [model.forcing((draws < fraction).to(device)) for fraction in FRACTIONS]
+    conditions = {0.0: lambda: model(ids, execution="hard", **forced[0])}
+    for fraction, decided in zip(FRACTIONS, forced, strict=True):
+        conditions[fraction] = lambda decided=decided: model(ids, execution="sparse", **decided)
+    graphs = model.can_be_captured
+    if graphs:
+        conditions = {name: captured(condition, device) for name, condition in conditions.items()}
+    hard, *sparse = map(statistics.median, interleaved(conditions, REPEATS, device, graphs=graphs).values())
+    return {"hard_ms": hard, "sparse_ms": sparse}

@@ -1,0 +1,135 @@
+"""Causal attention with heads of their own, grouped heads or a single head of keys and values."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokendepth.config import ModelConfig
+from tokendepth.layers.ffn import initialise_residual
+from tokendepth.layers.norm import RMSNorm
+from tokendepth.layers.positions import rotated
+from tokendepth.ops.rows import ChosenRows
+from tokendepth.ops.sparse_block import Rotation
+
+if TYPE_CHECKING:
+    from tokendepth.context import Context
+
+
+class Keys(NamedTuple):
+    """What queries attend over."""
+
+    k: Tensor
+    """`[batch, kv head, keys, width]`, as are the values."""
+    v: Tensor
+    seen: Tensor | None
+    """`[batch, keys]`, False where a key must not be seen; None: all may."""
+
+
+class Attention(nn.Module):
+    def __init__(self, model: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.dropout = layer, model.dropout
+        self.n_head, self.kv_heads, self.width = model.n_head, model.kv_heads, model.width
+        self.q_out, self.kv_out = self.n_head * self.width, 2 * self.kv_heads * self.width
+        self.qkv = nn.Linear(model.d_model, self.q_out + self.kv_out, bias=model.attention_bias != "none")
+        self.out = nn.Linear(self.q_out, model.d_model, bias=model.attention_bias == "all")
+        initialise_residual(self.out, model.n_layer)
+        norms = [RMSNorm(self.width, model.norm_eps) if model.qk_norm else None for _ in range(2)]
+        self.norm_q, self.norm_k = norms
+
+    # -- what one token costs
+
+    @property
+    def kv_flops(self) -> int:
+        """Its key and value."""
+        return 2 * self.qkv.in_features * self.kv_out
+
+    def row_flops(self, keys: int) -> int:
+        """Its query, its row over `keys` keys, and the output projection."""
+        return 2 * 2 * self.qkv.in_features * self.q_out + 4 * keys * self.q_out
+
+    # -- projections
+
+    def query_weights(self) -> tuple[Tensor, Tensor | None]:
+        bias = self.qkv.bias
+        return self.qkv.weight[: self.q_out], None if bias is None else bias[: self.q_out]
+
+    def kv_weights(self) -> tuple[Tensor, Tensor | None]:
+        bias = self.qkv.bias
+        return self.qkv.weight[self.q_out :], None if bias is None else bias[self.q_out :]
+
+    def plain_query(self) -> Tensor | None:
+        """The weight of the queries, where they are that product alone and every head has keys of its own."""
+        grouped = self.kv_heads != self.n_head or self.q_out != self.qkv.in_features
+        biased = self.qkv.bias is not None or self.out.bias is not None
+        return None if grouped or biased or self.norm_q is not None else self.query_weights()[0]
+
+    def queries(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        """`[..., d] -> [..., head, width]`"""
+        return self._query(F.linear(x, *self.query_weights()), rotation)
+
+    def _query(self, projected: Tensor, rotation: Rotation | None) -> Tensor:
+        q = projected.unflatten(-1, (self.n_head, -1))
+        return rotated(q if self.norm_q is None else self.norm_q(q), rotation)
+
+    def keys(self, kv: Tensor, ctx: "Context", leaving: Tensor | None = None) -> Keys:
+        """Of keys and values side by side, as projected: `[batch, time, 2 x kv heads x width]`.
+
+        leaving: `[batch, time]`, who leaves a key and a value for others; None: every valid token does.
+        """
+        k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in kv.chunk(2, dim=-1))
+        k = rotated(k if self.norm_k is None else self.norm_k(k), ctx.rotation)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        leaving = ctx.valid if leaving is None else leaving
+        if ctx.cache is None:
+            return Keys(k, v, leaving)
+        assert ctx.writes is not None
+        layer = self.layer if ctx.layer is None else ctx.layer
+        return Keys(*ctx.cache.append(layer, k, v, ctx.writes, leaving, ctx.window))
+
+    # -- attention
+
+    def forward(self, x: Tensor, ctx: "Context", keys: Keys | None = None, leaving: Tensor | None = None) -> Tensor:
+        """Every row: `[batch, time, d] -> [batch, time, d]`; among `keys`, or those that these rows leave."""
+        if keys is None:
+            projected, kv = self.qkv(x).split([self.q_out, self.kv_out], dim=-1)
+            q, own = self._query(projected, ctx.rotation), self.keys(kv, ctx, leaving)
+            return self.out(self._attended(q, own, ctx.columns if ctx.cache else None))
+        return self.out(self._attended(self.queries(x, ctx.rotation), keys, ctx.columns))
+
+    def for_rows(self, x: Tensor, ctx: "Context", rows: ChosenRows) -> Tensor:
+        """While training: `[n, d]`, the rows of the chosen tokens, of `x` `[batch, time, d]`.
+
+        The others have no queries, but what would be gathered for them is: ragged rows have no library call with a
+        gradient.
+        """
+        queries = F.linear(rows.take(x.flatten(0, 1)), *self.query_weights())
+        q = self._query(rows.spread(queries).view(*x.shape[:2], -1), ctx.rotation)
+        attended = self._attended(q, self.keys(F.linear(x, *self.kv_weights()), ctx), None)
+        return self.out(rows.take(attended.flatten(0, 1)))
+
+    def _attended(self, q: Tensor, keys: Keys, columns: Tensor | None) -> Tensor:
+        """q: `[batch, time, head, width]` -> `[batch, time, head x width]`."""
+        q = q.transpose(1, 2)
+        plain = columns is None and keys.seen is None
+        mask = None if plain else causal_mask(q.shape[2], keys.k.shape[2], keys.seen, columns)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(
+            q, keys.k, keys.v, mask, dropout, is_causal=mask is None, enable_gqa=self.kv_heads != self.n_head
+        )
+        return y.transpose(1, 2).flatten(2)
+
+
+def causal_mask(time: int, keys: int, seen: Tensor | None, columns: Tensor | None) -> Tensor:
+    """`[batch, 1, time, keys]`: earlier keys that may be seen, and always a token's own, so that no row is empty.
+
+    columns: `[batch, time]`, where the tokens stand among the keys; None: they are the last of them.
+    """
+    device = seen.device if columns is None and seen is not None else columns.device if columns is not None else None
+    key = torch.arange(keys, device=device)
+    own = key[keys - time :] if columns is None else columns[:, None]
+    own = own[..., None]
+    earlier = key <= own
+    return earlier if seen is None else (earlier & seen[:, None, None, :]) | (key == own)

@@ -1,0 +1,52 @@
+"""Feed-forward networks: two layers with GELU, or gated (SwiGLU, GeGLU): down(act(gate x) * up x)."""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokendepth.config import ModelConfig
+
+
+def initialise_residual(projection: nn.Linear, n_layer: int) -> None:
+    """N(0, 0.02 / sqrt(2 L)) for what is added to the residual stream, so that its sum does not grow with depth."""
+    nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * n_layer))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(model.d_model, model.d_ff, bias=model.ffn_bias)
+        self.down = nn.Linear(model.d_ff, model.d_model, bias=model.ffn_bias)
+        initialise_residual(self.down, model.n_layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+    @property
+    def flops(self) -> int:
+        """Of one token."""
+        return 2 * (self.up.weight.numel() + self.down.weight.numel())
+
+
+class GatedFeedForward(nn.Module):
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.by_gelu = model.ffn == "geglu"
+        self.gate_up = nn.Linear(model.d_model, 2 * model.d_ff, bias=model.ffn_bias)
+        """The gate's rows, then those of `up`: one product for both."""
+        self.down = nn.Linear(model.d_ff, model.d_model, bias=model.ffn_bias)
+        initialise_residual(self.down, model.n_layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down((F.gelu(gate, approximate="tanh") if self.by_gelu else F.silu(gate)) * up)
+
+    @property
+    def flops(self) -> int:
+        """Of one token."""
+        return 2 * (self.gate_up.weight.numel() + self.down.weight.numel())
+
+
+def make_ffn(model: ModelConfig) -> FeedForward | GatedFeedForward:
+    return FeedForward(model) if model.ffn == "gelu" else GatedFeedForward(model)

@@ -1,0 +1,50 @@
+"""What a config amounts to before anything is trained: parameters, FLOPs per token, memory."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tokendepth import data
+from tokendepth.config import RunConfig, to_dict
+from tokendepth.errors import UserError
+from tokendepth.methods import outline
+from tokendepth.runs.machine import memory_bytes
+
+TRAINING_BYTES = 16
+"""Per parameter: weights, gradient and AdamW's two moments in float32."""
+
+
+def describe(config: RunConfig) -> dict[str, Any]:
+    """Needs no corpus where its vocabulary is known, and no memory for the model."""
+    vocabulary = config.model.vocab_size or data.vocab_size(config.data)
+    config = replace(config, model=replace(config.model, vocab_size=vocabulary))
+    model = outline(config)
+    count = sum(p.numel() for p in model.parameters())
+    sites = model.method.sites(keys=config.model.context)
+    dense = model.head_flops + sum(site.always + site.active for site in sites)
+    return {
+        "recipe": config.recipe,
+        "parameters": count,
+        "router_parameters": sum(p.numel() for router in model.method.routers() for p in router.parameters()),
+        "flops_per_token": round(dense + sum(site.router for site in sites)),
+        "flops_per_token_without_routers": round(dense),
+        "memory": {
+            "weights_bytes": 4 * count,
+            "training_state_bytes": TRAINING_BYTES * count,
+            "kv_cache_bytes_per_token": 4 * 2 * model.method.cache_layers * config.model.kv_heads * config.model.width,
+        },
+        "config": to_dict(config),
+    }
+
+
+def check_fits(config: RunConfig, device: torch.device) -> None:
+    """A UserError where not even the weights and moments can be held: a system may kill whoever asks for too much."""
+    count = sum(p.numel() for p in outline(config).parameters())
+    needed, there = TRAINING_BYTES * count, memory_bytes(device)
+    if needed > there:
+        raise UserError(
+            f"a model of {count:,} parameters needs {needed / 2**30:,.1f} GiB to be trained, more than the "
+            f"{there / 2**30:,.1f} GiB of this machine's {device.type}; lower --model.d-model, --model.d-ff, "
+            "--model.n-layer or --model.context"
+        )

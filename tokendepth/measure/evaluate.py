@@ -1,0 +1,286 @@
+"""A finished run, measured over a whole split: deterministic, float32, under each execution, with its controls."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokendepth import data
+from tokendepth.config import DenseConfig, RunConfig, method_name
+from tokendepth.data import Dataset
+from tokendepth.data.dataset import NO_LOSS, Split
+from tokendepth.errors import UserError
+from tokendepth.measure import calibrate
+from tokendepth.measure.clock import interleaved, quartiles
+from tokendepth.methods import build, dial_of
+from tokendepth.methods.base import Method
+from tokendepth.model import LanguageModel, Output
+from tokendepth.runs.machine import choose_device, describe_device, environment
+from tokendepth.runs.run import EVALUATION_VERSION, Run
+from tokendepth.trace import EXECUTIONS, DepthTotals, Execution, add_up
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Measured:
+    loss: float
+    """Mean negative log likelihood per target, in nats."""
+    accuracy: float
+    depth: DepthTotals
+
+
+def batches(
+    dataset: Dataset, split: Split, context: int, device: torch.device, tokens: int | None = None
+) -> Iterator[Batch]:
+    """The split, in an order and in sizes that do not depend on how the model was trained.
+
+    All of it, or of its beginning at least `tokens`.
+    """
+    seen = 0
+    for inputs, targets in dataset.windows(split, context, max(1, min(16384, tokens or 16384) // context)):
+        yield torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
+        seen += inputs.size
+        if tokens and seen >= tokens:
+            return
+
+
+@torch.no_grad()
+def measure(model: LanguageModel, stream: Iterator[Batch], forward: Callable[[Tensor], Output]) -> Measured:
+    """Run `forward` over the stream, in evaluation mode; the model is left in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    nats = hits = targets_seen = 0.0
+    depth = []
+    try:
+        for inputs, targets in stream:
+            out = forward(inputs)
+            logits, flat = out.logits.flatten(0, 1).float(), targets.flatten()
+            nats += F.cross_entropy(logits, flat, reduction="none").double().sum().item()
+            hits += (logits.argmax(-1) == flat).sum().item()
+            targets_seen += (flat != NO_LOSS).sum().item()
+            depth.append(out.trace.totals())
+    finally:
+        model.train(was_training)
+    return Measured(nats / targets_seen, hits / targets_seen, add_up(depth))
+
+
+def load_model(run: Run, device: torch.device) -> LanguageModel:
+    """The trained model of a finished run, in evaluation mode."""
+    weights = {name: torch.from_numpy(array.copy()) for name, array in run.weights().items()}
+    model = build(run.config)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise UserError(
+            f"{run.path / 'model.safetensors'} does not fit its config.json; restore the folder from a copy"
+        ) from None
+    return model.to(device).eval()
+
+
+def evaluate(
+    run: Run,
+    *,
+    split: Split = "val",
+    device: str = "auto",
+    timing: bool = True,
+    budget: float | None = None,
+    curve: bool = False,
+    tokens: int | None = None,
+) -> dict[str, Any]:
+    """Everything `eval.json` holds. Written into the run by the caller, so that asking does not change a run.
+
+    `budget` executes a budget-routed run at another budget than its own; `curve` executes a run at every point of its
+    dial, budgets or the thresholds of exits. `tokens` takes the beginning of the split instead of all of it.
+    """
+    dial = dial_of(run.config)
+    if budget is not None or (curve and dial is None):
+        calibrate.check(run, budget or 1.0)
+    if split not in ("val", "test"):
+        raise UserError(f"split is {split!r}; expected val or test; set it with --split")
+    config, where = run.config, choose_device(device)
+    model, dataset = load_model(run, where), data.load(config.data)
+    run.check_corpus(dataset.fingerprint)
+    if budget is not None:
+        calibrate.set_budget(model, run, budget, dataset)
+
+    def stream() -> Iterator[Batch]:
+        return batches(dataset, split, config.model.context, where, tokens)
+
+    routers = model.method.routers()
+    routed = any(site.routed for site in model.method.sites(keys=1))
+    decided: dict[Execution, list[Tensor]] = {"hard": [], "sparse": []}
+
+    def executed(execution: Execution) -> Measured:
+        def forward(ids: Tensor) -> Output:
+            out = model(ids, execution=execution)
+            if execution in decided:
+                decided[execution].append(out.trace.work > 0.5)
+            return out
+
+        return measure(model, stream(), forward)
+
+    def point(at: float) -> dict[str, Any]:
+        execute_at(model, run, at, dataset)
+        found = measure(model, stream(), lambda ids: model(ids, execution="sparse"))
+        return {
+            dial.name if dial else "": at,
+            "sparse": _figures(found, dataset, config, split),
+            "tlops_skipped": found.depth.tlops_saved,
+            "flops_skipped": found.depth.flops_skipped,
+            "flops_per_token": found.depth.flops / found.depth.tokens,
+            **point_controls(),
+        }
+
+    def point_controls() -> dict[str, Any]:
+        """The same weights executed otherwise, such as exits that are read with every token computed to the end."""
+        found: dict[str, Any] = {}
+        for name, attributes in model.method.point_controls.items():
+            with _overriding(model.method, attributes):
+                control = measure(model, stream(), lambda ids: model(ids, execution="hard"))
+            found[name] = _figures(control, dataset, config, split)
+            found[f"tlops_saved_{name}"] = control.depth.tlops_saved
+        return found
+
+    if routed:
+        measured = {execution: executed(execution) for execution in ("hard", "sparse")}
+        measured["soft"] = executed("soft") if model.method.has_soft else measured["hard"]
+    else:  # nothing decides, so the three are one computation
+        measured = dict.fromkeys(EXECUTIONS, executed("sparse"))
+    sparse = measured["sparse"].depth
+    # Rounding can tip a router that stands on its threshold; how often it did is part of the result.
+    flips = sum(int((h != s).sum()) for h, s in zip(decided["hard"], decided["sparse"], strict=True)) if routed else 0
+    return {
+        "version": EVALUATION_VERSION,
+        "method": method_name(config.method),
+        "recipe": config.recipe,
+        "corpus": config.data.corpus,
+        "seed": config.train.seed,
+        "split": split,
+        "tokens": sparse.tokens,
+        "routed": routed,
+        "has_soft": model.method.has_soft,
+        **({dial.name: budget or dial.own} if dial and dial.calibrated else {}),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "router_parameters": sum(p.numel() for router in routers for p in router.parameters()),
+        **{name: _figures(measured[name], dataset, config, split) for name in EXECUTIONS},
+        "tlops_saved_soft": measured["soft"].depth.tlops_saved,
+        "tlops_skipped": sparse.tlops_saved,
+        "flops_skipped": sparse.flops_skipped,
+        "flops_per_token": sparse.flops / sparse.tokens,
+        "flops_per_token_dense": sparse.flops_dense / sparse.tokens,
+        "decision_flips": flips,
+        "controls": _controls(model, config, stream, measured["hard"].depth) if routers else {},
+        "time": time_forward(model, config, next(stream())[0]) if timing else None,
+        "passage": _passage(model, dataset, split, where),
+        "curve": [point(at) for at in dial.points] if curve and dial else [],
+        "env": environment(where),
+    }
+
+
+def has_curve(config: RunConfig) -> bool:
+    """Whether one trained model of this config is meant to be executed at several costs."""
+    dial = dial_of(config)
+    return dial is not None and dial.trained
+
+
+def execute_at(model: LanguageModel, run: Run, at: float, dataset: Dataset) -> None:
+    """Set what the model of a run with a dial spends: its budget, or the threshold above which tokens exit."""
+    if calibrate.has_budget(run.config):
+        calibrate.set_budget(model, run, at, dataset)
+    else:
+        model.method.set_point(at)
+
+
+@contextmanager
+def _overriding(method: Method, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Temporarily override attributes, for controls."""
+    before = {name: getattr(method, name) for name in attributes}
+    vars(method).update(attributes)
+    try:
+        yield
+    finally:
+        vars(method).update(before)
+
+
+def _figures(measured: Measured, dataset: Dataset, config: RunConfig, split: Split) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "loss": measured.loss,
+        "active_fraction": measured.depth.active_fraction,
+        "active_fraction_per_site": measured.depth.per_site,
+    }
+    if config.data.synthetic:
+        perplexity = math.exp(measured.loss) if measured.loss < 700 else None  # too large for a float
+        return {**figures, "accuracy": measured.accuracy, "perplexity": perplexity}
+    bits = measured.loss / math.log(2)
+    by_character = config.data.tokens == "char"
+    return {
+        **figures,
+        "bits_per_character": bits if by_character else None,
+        "bits_per_byte": bits / dataset.bytes_per_token(split),
+    }
+
+
+def _controls(model: LanguageModel, config: RunConfig, stream: Callable, hard: DepthTotals) -> dict[str, Any]:
+    """Is it the router that matters? The same weights with untrained routers, and with dice in their place.
+
+    And whatever control the method names itself.
+    """
+    device = next(model.parameters()).device
+    untrained = copy.deepcopy(model)
+    for router, fresh in zip(untrained.method.routers(), build(config).method.routers(), strict=True):
+        router.load_state_dict(fresh.state_dict())
+    dice = torch.Generator().manual_seed(0)
+    fractions = torch.tensor([f for f, routed in zip(hard.per_site, hard.routed, strict=True) if routed])
+
+    def at_random(ids: Tensor) -> Output:
+        decisions = torch.rand(len(fractions), *ids.shape, generator=dice) < fractions[:, None, None]
+        return model(ids, execution="hard", decisions=decisions.to(device))
+
+    measured = {"random_decisions_hard": measure(model, stream(), at_random)}
+    for name, attributes in model.method.controls.items():
+        with _overriding(model.method, attributes):
+            measured[name] = measure(model, stream(), lambda ids: model(ids, execution="hard"))
+    if any(len(list(router.parameters())) for router in model.method.routers()):  # else there is nothing to train
+        for execution in ("soft", "hard"):
+            found = measure(untrained, stream(), lambda ids, execution=execution: untrained(ids, execution=execution))
+            measured[f"untrained_router_{execution}"] = found
+    return {name: {"loss": m.loss, "active_fraction": m.depth.active_fraction} for name, m in measured.items()}
+
+
+@torch.no_grad()
+def time_forward(model: LanguageModel, config: RunConfig, ids: Tensor, *, batch: int = 8, repeats: int = 15) -> dict:
+    """Milliseconds of a forward pass: router-free dense, hard and sparse, interleaved so that drift hits all alike."""
+    ids = ids[:batch]
+    dense = build(replace(config, method=DenseConfig())).to(ids.device).eval()
+    conditions = {
+        "dense_ms": lambda: dense(ids),
+        "hard_ms": lambda: model(ids, execution="hard"),
+        "sparse_ms": lambda: model(ids, execution="sparse"),
+    }
+    spread = {name: quartiles(values) for name, values in interleaved(conditions, repeats, ids.device).items()}
+    speedup = spread["dense_ms"][0] / spread["sparse_ms"][0]
+    where = {"device": describe_device(ids.device), "batch": len(ids), "context": ids.shape[1], "dtype": "float32"}
+    return {**where, **spread, "speedup": speedup}
+
+
+@torch.no_grad()
+def _passage(model: LanguageModel, dataset: Dataset, split: Split, device: torch.device) -> dict[str, Any]:
+    """Decisions on real text, token by token, for heat maps."""
+    ids = torch.tensor(dataset.passage(split, model.config.context), device=device)[None]
+    soft, hard = (model(ids, execution=e) for e in ("soft", "hard"))
+    nats = F.cross_entropy(soft.logits[0, :-1].float(), ids[0, 1:], reduction="none").tolist()
+    routed = [n for n, site in enumerate(soft.trace.sites) if site.routed]
+    return {
+        "pieces": dataset.tokenizer.pieces(ids[0].tolist()),
+        "sites": [soft.trace.sites[n].name for n in routed],
+        "soft": [[round(w, 4) for w in soft.trace.work[n, 0].tolist()] for n in routed],
+        "hard": [[int(w) for w in hard.trace.work[n, 0].tolist()] for n in routed],
+        "surprisal": [None, *(round(n, 4) for n in nats)],
+    }

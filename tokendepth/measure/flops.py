@@ -1,0 +1,83 @@
+"""Count the FLOPs that are really dispatched: 2 x multiply-adds of matrix products, attention over its full square.
+
+PyTorch's stock counter knows no CPU attention and returns 0 for it. Here every attention op has a formula, and a matrix
+product or a custom op without one is an error: nothing runs uncounted. What an attention kernel computes a second time
+in its backward pass is left out: it differs from kernel to kernel, and is no part of the method.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from tokendepth.config import RunConfig
+from tokendepth.methods import build
+
+aten = torch.ops.aten
+
+
+def _attention(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """From shapes: scores and their weighted sum, for every head of queries, also where several share keys and values.
+
+    A causal kernel may skip half of the square; the convention counts all of it.
+    """
+    batch, heads, queries, width = q
+    return 2 * batch * heads * queries * k[2] * (width + v[3])
+
+
+def _attention_backward(_: Any, q: Any, k: Any, v: Any, *__: Any, out_shape: Any = None, **___: Any) -> int:
+    """Two products for each of the forward pass, as for any matrix product."""
+    return 2 * _attention(q, k, v)
+
+
+# The other attention ops are in the stock registry, or (the math fallback) are composed of `bmm`, which is.
+FORMULAS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+# By the name of the op. Kernels whose name says nothing are custom ops, and those are known by their namespace.
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "ger", "addr", "linear", "matmul"}
+
+
+class _NothingUncounted(TorchDispatchMode):
+    """Sees what is left after decomposition: an op that multiplies matrices must have a formula."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func._overloadpacket._qualified_op_name.split("::")
+        multiplies = name in _PRODUCTS or "attention" in name or "conv" in name or namespace not in ("aten", "prim")
+        if multiplies and func._overloadpacket not in {**flop_registry, **FORMULAS}:
+            raise NotImplementedError(f"{namespace}::{name} has no FLOP formula; add it to FORMULAS in flops.py")
+        return func(*args, **(kwargs or {}))
+
+
+def count_flops(function: Callable[[], object], *, gradients: bool = False) -> int:
+    """The FLOPs that `function()` dispatches; without `gradients` none are recorded, so none can be computed."""
+    # The innermost mode is asked first: the counter decomposes and counts, the guard sees what it passes on.
+    with (
+        torch.set_grad_enabled(gradients),
+        _NothingUncounted(),
+        FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter,
+    ):
+        function()
+    return counter.get_total_flops()
+
+
+def training_flops(config: RunConfig) -> float:
+    """FLOPs per token of a training step, forward and backward, at the config's whole context; AdamW has no products.
+
+    Counted on one sequence of a fresh model without dropout: no method's training cost depends on weights or text.
+    """
+    model = build(replace(config, model=replace(config.model, dropout=0.0))).train()
+    ids = torch.zeros(1, config.model.context, dtype=torch.long)
+
+    def step() -> None:
+        out = model(ids, targets=ids)
+        task = F.cross_entropy(out.logits.flatten(0, 1).float(), ids.flatten())
+        torch.autograd.grad(sum(out.losses.values(), task), list(model.parameters()))
+
+    return count_flops(step, gradients=True) / ids.numel()

@@ -1,0 +1,88 @@
+"""What a block needs of every token before any is skipped: its norm, its key and value, and what the router decides.
+
+Active rows need the norm too. All three read the same states, so that one pass over them is enough.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tokendepth.ops.decide import Decision, decide
+from tokendepth.ops.launch import compiles_inference, fits_one_tile, serves, unknown_backend
+
+__all__ = ["BlockInputs", "NormWeights", "RouterWeights", "Threshold", "block_inputs"]
+
+
+class NormWeights(NamedTuple):
+    """Of a LayerNorm; of an RMSNorm where there is no shift."""
+
+    scale: Tensor
+    shift: Tensor | None
+    eps: float = 1e-5
+
+
+class RouterWeights(NamedTuple):
+    """As `halting_logits` takes them; `normed`: it reads what the norm makes of the state before scale and shift."""
+
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+    normed: bool = False
+
+
+class Threshold(NamedTuple):
+    """As `decide` takes it."""
+
+    value: Tensor | float
+    valid: Tensor | None = None
+    inclusive: bool = False
+
+
+class BlockInputs(NamedTuple):
+    x: Tensor
+    """What the first norm makes of the state, `[..., d]`."""
+    kv: Tensor
+    """Keys and values side by side as they are projected, `[..., 2 x kv heads x width]`."""
+    decision: Decision | None
+    """None where there is no router."""
+
+
+def block_inputs(
+    h: Tensor,
+    norm: NormWeights,
+    w_kv: Tensor,
+    b_kv: Tensor | None = None,
+    router: RouterWeights | None = None,
+    threshold: Threshold | None = None,
+    backend: str = "auto",
+) -> BlockInputs:
+    """h: `[batch, time, d]`. w_kv: `[out, d]`, b_kv: `[out]`. With a router goes the threshold of its decision.
+
+    `auto` is the kernel for low precision on a GPU where no gradient is wanted, `joined` where a compiler packs the
+    weights (`compiled.py`), and `eager` otherwise.
+    """
+    assert (router is None) == (threshold is None), "a router decides by a threshold"
+    if backend == "auto":
+        if fits_one_tile(h.shape[-1]) and norm.shift is not None and b_kv is None and serves(h):
+            backend = "kernel"
+        else:
+            packed = compiles_inference() and not h.is_cuda
+            backend = "joined" if router is not None and packed else "eager"
+    if backend == "kernel":
+        from tokendepth.ops.block_inputs.kernel import kernel
+
+        return BlockInputs(*kernel(h, norm, w_kv, b_kv, router, threshold))
+    if backend == "joined":
+        from tokendepth.ops.block_inputs.joined import joined as run
+    elif backend == "eager":
+        from tokendepth.ops.block_inputs.eager import eager as run
+    elif backend == "reference":
+        from tokendepth.ops.block_inputs.reference import reference as run
+    else:
+        raise unknown_backend(backend, ("auto", "reference", "eager", "joined", "kernel"))
+    x, kv, logit = run(h, norm, w_kv, b_kv, router)
+    if threshold is None or logit is None:
+        return BlockInputs(x, kv, None)
+    value, valid, inclusive = threshold
+    return BlockInputs(x, kv, decide(logit, value, valid, inclusive=inclusive, states=h))

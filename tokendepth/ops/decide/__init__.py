@@ -1,0 +1,63 @@
+"""Who is active: routers' logits against a threshold, and where kernels work, the list of those who are."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokendepth.ops.launch import serves, unknown_backend
+from tokendepth.ops.rows import Listed
+
+__all__ = ["Decision", "decide", "listed"]
+
+
+class Decision(NamedTuple):
+    active: Tensor
+    """`[batch, time]`, bool."""
+    logit: Tensor
+    """`[batch, time]`: what was decided by."""
+    keep: Tensor | None = None
+    """`sigmoid(-logit)`, where a kernel made it in passing; `kept` asks for it."""
+    listed: Listed | None = None
+    """Where a kernel made it."""
+
+    def kept(self) -> Tensor:
+        """`sigmoid(-logit)`: what an active token keeps of its updates."""
+        return torch.sigmoid(-self.logit) if self.keep is None else self.keep
+
+
+def decide(
+    logit: Tensor,
+    threshold: Tensor | float,
+    valid: Tensor | None = None,
+    *,
+    inclusive: bool = False,
+    states: Tensor | None = None,
+    backend: str = "auto",
+) -> Decision:
+    """A token is active whose score, `-logit`, is above the threshold (`inclusive`: or at it), and which is `valid`.
+
+    logit: `[batch, time]`. threshold: a number, or a tensor of one or of one a token. `auto` is the kernel where
+    kernels serve the `states` that are decided about, and `eager` otherwise.
+    """
+    if backend == "auto":
+        backend = "kernel" if states is not None and serves(states) else "eager"
+    if backend == "kernel":
+        from tokendepth.ops.decide.kernel import kernel as run
+    elif backend == "eager":
+        from tokendepth.ops.decide.eager import eager as run
+    elif backend == "reference":
+        from tokendepth.ops.decide.reference import reference as run
+    else:
+        raise unknown_backend(backend)
+    active, listed = run(logit, threshold, valid, inclusive)
+    return Decision(active, logit, listed=listed and Listed(*listed))
+
+
+def listed(active: Tensor, states: Tensor) -> Listed | None:
+    """The list of active tokens `[batch, time]` where kernels serve `states`; None where rows are found otherwise."""
+    if not serves(states):
+        return None
+    from tokendepth.ops.decide.kernel import list_active
+
+    return Listed(*list_active(active))

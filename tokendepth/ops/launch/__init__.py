@@ -1,0 +1,59 @@
+"""Where kernels run and how they are launched; which one does the work is each op's choice."""
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+FEW_TOKENS = 4096
+"""Up to so many do not fill a GPU's multiprocessors: kernels take smaller tiles, so that each has one."""
+
+LARGEST_TILE = 256
+"""Up to this d, a power of two, a row fits in one tile, and kernels save passes over it."""
+
+NARROWEST_HEAD = 16
+"""Heads of 8 numbers, padded to the 16 that tensor cores take, come out wrong on an H200 (Triton 3.6)."""
+
+
+def fits_one_tile(d: int) -> bool:
+    return 16 <= d <= LARGEST_TILE and d & (d - 1) == 0
+
+
+def serves(h: Tensor) -> bool:
+    """Whether a kernel without a gradient is for `h`; in float32 the library's products are faster."""
+    nvidia = h.is_cuda and torch.version.hip is None
+    return nvidia and h.dtype in LOW_PRECISION and not torch.is_grad_enabled() and has_triton()
+
+
+def check_kernel(h: Tensor, width: int = NARROWEST_HEAD) -> None:
+    if width < NARROWEST_HEAD:
+        raise ValueError(
+            f"backend 'kernel' is for heads of at least {NARROWEST_HEAD} numbers, not {width}; take 'eager'"
+        )
+    if h.is_cuda and h.dtype not in LOW_PRECISION:
+        raise ValueError(f"backend 'kernel' is for bfloat16 and float16 on a GPU, not {h.dtype}; take 'eager'")
+
+
+def unknown_backend(name: str, known: tuple[str, ...] = ("auto", "reference", "eager", "kernel")) -> ValueError:
+    return ValueError(f"unknown backend {name!r}: not one of {', '.join(known)}")
+
+
+def has_triton() -> bool:
+    return _find_triton()
+
+
+@cache
+def _find_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+# What torch.compiler.assume_constant_result does, without its import of all of dynamo. Dynamo traces neither a cache
+# nor, in torch 2.11, find_spec.
+vars(has_triton)["_dynamo_marked_constant"] = True
+
+
+def compiles_inference() -> bool:
+    """Whether a compiler reads this and no gradient is wanted: only then may ops be opaque and weights be constants."""
+    return torch.compiler.is_compiling() and not torch.is_grad_enabled()

@@ -1,1 +1,0 @@
-"""Kernels that begin while the one before them ends: what their launches and their programs share."""

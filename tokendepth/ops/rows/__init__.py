@@ -1,0 +1,111 @@
+"""Some of a batch's tokens as rows: listed, taken out, put back, and multiplied by a matrix.
+
+Where the number of rows is known beforehand, as in training, `ChosenRows` takes and spreads them with a gradient of its
+own: the library's gradient of a gather adds rows up one by one, because two might have come from the same place. Here
+none do, so the gradient of taking is spreading and the other way round, both reads by index.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokendepth.ops.launch import serves, unknown_backend
+from tokendepth.ops.rows.eager import eager as compact
+
+__all__ = ["ChosenRows", "Listed", "compact", "product_of_rows", "put", "take"]
+
+
+class Listed(NamedTuple):
+    """The active tokens of all sequences, one sequence after the other; their number is known on the device only."""
+
+    places: Tensor
+    """Where they are in `batch x time`, int32; as long as if all were active."""
+    starts: Tensor
+    """`[batch + 1]`, int32: where each sequence's begin, and their number."""
+
+
+def take(x: Tensor, places: Tensor) -> Tensor:
+    """`[batch, time, ...] -> [n, ...]`: the rows that `compact` listed."""
+    return x.flatten(0, 1).index_select(0, places)
+
+
+def put(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """`x` `[batch, time, d]` with `values` `[n, d]` in the place of the listed rows."""
+    return x.flatten(0, 1).index_copy(0, places, values).view_as(x)
+
+
+def product_of_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    active: Tensor,
+    listed: Listed | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`x w^T + bias` for the active rows of `x` `[batch, time, d]`, zero for the others: `[batch, time, out]`.
+
+    `auto` is the kernel for low precision on a GPU where no gradient is wanted, and `eager` otherwise.
+    """
+    if backend == "auto":
+        backend = "kernel" if serves(x) else "eager"
+    if backend == "kernel":
+        from tokendepth.ops.rows.kernel import product as run
+    elif backend == "eager":
+        from tokendepth.ops.rows.eager import product as run
+    elif backend == "reference":
+        from tokendepth.ops.rows.reference import product as run
+    else:
+        raise unknown_backend(backend)
+    return run(x, weight, bias, active, listed)
+
+
+class ChosenRows(NamedTuple):
+    places: Tensor
+    """`[n]`: which tokens they are, of all; no two alike."""
+    rank: Tensor
+    """`[tokens]`: which of the rows each token is, n where it is none."""
+
+    @classmethod
+    def at(cls, places: Tensor, tokens: int) -> "ChosenRows":
+        order = torch.arange(len(places), device=places.device)
+        return cls(places, torch.full((tokens,), len(places), device=places.device).scatter(0, places, order))
+
+    @property
+    def chosen(self) -> Tensor:
+        """`[tokens]` bool"""
+        return self.rank < len(self.places)
+
+    def take(self, x: Tensor) -> Tensor:
+        """`[tokens, ...] -> [n, ...]`"""
+        return _Take.apply(x, *self)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """`[n, ...] -> [tokens, ...]`, zero where no row goes."""
+        return _Spread.apply(values, *self)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor, rank: Tensor) -> Tensor:
+        ctx.save_for_backward(places, rank)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ChosenRows(*ctx.saved_tensors).spread(grads[0]), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, places: Tensor, rank: Tensor) -> Tensor:
+        ctx.save_for_backward(places, rank)
+        n = len(places)
+        if not n:
+            return values.new_zeros(len(rank), *values.shape[1:])
+        chosen = (rank < n).view(-1, *(1,) * (values.dim() - 1))
+        return torch.where(chosen, values.index_select(0, rank.clamp(max=n - 1)), 0)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ChosenRows(*ctx.saved_tensors).take(grads[0]), None, None

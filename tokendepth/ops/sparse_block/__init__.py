@@ -1,0 +1,100 @@
+"""A block for its active tokens: query, attention row, output projection and feed-forward; the others pass unchanged.
+
+Keys and values are there already. Inference alone: it has no gradient where the kernel runs.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tokendepth.ops.launch import FEW_TOKENS, NARROWEST_HEAD, fits_one_tile, serves, unknown_backend
+from tokendepth.ops.rows import Listed
+
+__all__ = ["BlockParts", "BlockWeights", "finds_own_rows", "has_kernel", "launch_bound", "sparse_block"]
+
+TILE = 64
+"""Widths that are no multiples of it are the library's: they gain nothing by kernels."""
+SHORT = 256
+"""Of a sequence no longer than that, a program finds its own rows without a list of them."""
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of the tokens' positions, `[batch or 1, time, width / 2]` each."""
+
+
+class BlockWeights(NamedTuple):
+    """Of one classic block (LayerNorm, GELU), each `[out, in]`; keys and values have been projected before."""
+
+    query: Tensor
+    out: Tensor
+    norm: Tensor
+    norm_bias: Tensor
+    eps: float
+    up: Tensor
+    up_bias: Tensor
+    down: Tensor
+    down_bias: Tensor
+
+
+class BlockParts(NamedTuple):
+    """What a block is made of after its first norm, for rows `[..., d]`; `weights` for kernels, None if none serve."""
+
+    query: Callable[[Tensor, Rotation | None], Tensor]
+    """Rows and their rotation to queries `[..., head, width]`."""
+    out: Callable[[Tensor], Tensor]
+    norm: Callable[[Tensor], Tensor]
+    ffn: Callable[[Tensor], Tensor]
+    weights: BlockWeights | None
+
+
+def sparse_block(
+    h: Tensor,
+    x: Tensor,
+    k: Tensor,
+    v: Tensor,
+    active: Tensor | None,
+    parts: BlockParts,
+    gate: Tensor | None = None,
+    key_valid: Tensor | None = None,
+    columns: Tensor | None = None,
+    listed: Listed | None = None,
+    rotation: Rotation | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """h, x: `[batch, time, d]`, the state and what the first norm made of it. k, v: `[batch, head, keys, width]`.
+
+    active: `[batch, time]` bool, None for everybody; listed: what `decide` found out about it. gate: `[batch, time]`,
+    what an active token keeps of its updates, all of them where it is not given. key_valid: `[batch, keys]`, False
+    where a key must not be seen (a token always sees its own). columns: `[batch, time]`, where tokens stand among the
+    keys; else they are the last of them. Returns h with the active rows replaced; without a gradient it may overwrite
+    h. The kernel asks nothing of the host: counts stay on the device, so it can be captured in a graph.
+    """
+    if backend == "auto":
+        backend = "kernel" if has_kernel(parts.weights, k.shape[1]) and serves(h) else "eager"
+    if backend == "kernel":
+        from tokendepth.ops.sparse_block.kernel import kernel as run
+    elif backend == "eager":
+        from tokendepth.ops.sparse_block.eager import eager as run
+    elif backend == "reference":
+        from tokendepth.ops.sparse_block.reference import reference as run
+    else:
+        raise unknown_backend(backend)
+    return run(h, x, k, v, active, parts, gate, key_valid, columns, listed, rotation)
+
+
+def has_kernel(weights: BlockWeights | None, heads: int) -> bool:
+    if weights is None:
+        return False
+    ff, d = weights.up.shape
+    return d % TILE == ff % TILE == 0 and d // heads >= NARROWEST_HEAD
+
+
+def finds_own_rows(h: Tensor) -> bool:
+    """Whether every program finds its rows itself: at few tokens that costs less than a kernel that lists them."""
+    return h.shape[1] <= SHORT and h.shape[0] * h.shape[1] <= FEW_TOKENS and fits_one_tile(h.shape[-1])
+
+
+def launch_bound(h: Tensor, weights: BlockWeights | None, heads: int) -> bool:
+    """Whether a block of this shape is so small that launches decide how long it takes."""
+    # Whether kernels serve is asked first: a compiler need not know sizes where they do not.
+    return serves(h) and finds_own_rows(h) and has_kernel(weights, heads)

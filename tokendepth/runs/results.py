@@ -1,0 +1,31 @@
+"""results/: small committed files of rows, each row with what is needed to believe and repeat it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokendepth.errors import UserError
+from tokendepth.runs.files import disk_faults, read_json, write_bytes
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    rows = read_json(path)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path} is not a results file: expected a JSON list of objects; restore it from a copy")
+    return rows
+
+
+def add_rows(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
+    """Add `rows` to the file at `path`; a row that agrees with one there in all of `identity` takes its place."""
+
+    def key(row: Row) -> str:
+        return json.dumps([row.get(name) for name in identity], sort_keys=True)
+
+    with disk_faults(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    merged = {key(row): row for row in [*(read_rows(path) if path.exists() else []), *rows]}
+    # One row a line: a changed number is a one-line difference.
+    text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in merged.values()) + "\n]\n"
+    write_bytes(path, text.encode())

@@ -1,0 +1,297 @@
+"""Train one run, from nothing or from its newest good checkpoint, so that stopping leaves no trace in the result.
+
+Weights, data order and dropout are functions of (seed, step, rank). A checkpoint is therefore weights, moments and a
+step number, and a run that was killed and resumed ends bit for bit as one that was not (on a CPU).
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tokendepth import data
+from tokendepth.config import RunConfig, TrainConfig, method_name
+from tokendepth.data import Dataset
+from tokendepth.errors import Interrupted, UserError
+from tokendepth.measure.calibrate import calibrate
+from tokendepth.measure.describe import check_fits
+from tokendepth.measure.evaluate import Batch, batches, measure
+from tokendepth.methods import build
+from tokendepth.runs.files import disk_faults, json_bytes
+from tokendepth.runs.lock import only_one
+from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.run import Run, config_bytes
+from tokendepth.trace import DepthTotals
+from tokendepth.train.progress import TrainingProgress, console
+from tokendepth.train.ranks import Ranks
+from tokendepth.train.signals import StopSignals
+from tokendepth.train.step import NotFinite, OptimiserStep, Stats, cosine, fitting
+
+VALIDATION_TOKENS = 2**18
+"""Curves are drawn from the first tokens of the split, at most this many; `evaluate` takes all of it."""
+
+
+def resolve(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """`config` with what only the corpus knows filled in, checked against the corpus."""
+    found = dataset.tokenizer.vocab_size
+    if config.model.vocab_size not in (0, found):
+        wanted = config.model.vocab_size
+        raise UserError(
+            f"model.vocab_size is {wanted}; {config.data.corpus} has {found} tokens; drop --model.vocab-size"
+        )
+    dataset.check_context(config.model.context)
+    return replace(config, model=replace(config.model, vocab_size=found))
+
+
+def _check_batch(config: TrainConfig, world: int) -> None:
+    parts = config.accumulate * world
+    if config.batch_size % parts:
+        expected = f"expected a multiple of accumulate x ranks ({parts})"
+        raise UserError(f"train.batch_size is {config.batch_size}; {expected}; set it with --train.batch-size")
+
+
+def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: bool = True) -> Run:
+    """Train `config` into the folder `out`. `resume` goes on with what is there and starts afresh where nothing is."""
+    device = choose_device(config.train.device, "--train.device")
+    ranks = Ranks.join(device)
+    with contextlib.ExitStack() as held:
+        held.callback(ranks.leave)
+        training = _Training(config, Path(out), resume, show and ranks.rank == 0, device, ranks, held)
+        held.enter_context(training.stop)  # from here on there is something to save
+        return training.run_to_end()
+
+
+class _Training:
+    def __init__(
+        self,
+        config: RunConfig,
+        out: Path,
+        resume: bool,
+        show: bool,
+        device: torch.device,
+        ranks: Ranks,
+        held: contextlib.ExitStack,
+    ) -> None:
+        self.device, self.ranks, self.stop, self.show = device, ranks, StopSignals(), show
+        self.run, self.writer = Run(out), None
+        with ranks.agreeing():
+            _check_batch(config.train, ranks.world)
+            summary_writer = _summary_writer() if config.train.tensorboard else None
+            if ranks.rank == 0:  # first: it fills the cache that the others then share
+                self.dataset = data.load(config.data)
+        with ranks.agreeing():
+            if ranks.rank > 0:
+                self.dataset = data.load(config.data)
+            self.config = resolve(config, self.dataset)
+            if not self.run.finished:
+                check_fits(self.config, device)
+        with ranks.agreeing():
+            if ranks.rank == 0:
+                if not self.run.finished:  # one that is may lie where nothing can be written
+                    held.enter_context(only_one(out))
+                Run.create(out, self.config, resume=resume)
+        if summary_writer and ranks.rank == 0 and not self.run.finished:
+            self.writer = summary_writer(str(out / "tensorboard"))
+
+    def run_to_end(self) -> Run:
+        run, config = self.run, self.config.train
+        if run.finished:
+            run.verify()
+            run.check_corpus(self.dataset.fingerprint)
+            self._say(f"{run.path} is finished already")
+            return run
+        self.model = build(self.config).to(self.device).train()
+        self._say_what_depends_on_the_cut()
+        self.optimiser_step = OptimiserStep(self.model, config, self.device, self.ranks)
+        self.tokens, self.tlops, self.saved = 0, 0.0, None
+        self.next_batch: tuple[np.ndarray, np.ndarray] | None = None
+        first = self._restore()
+        with (
+            contextlib.closing(self.writer) if self.writer else contextlib.nullcontext(),
+            TrainingProgress(run.name, config.steps, first, show=self.show) as self.progress,
+        ):
+            self._validate_if_due(first)
+            for step in range(first, config.steps):
+                self._stop_if_asked(step)
+                self._step(step)
+            self._stop_if_asked(config.steps)
+        if self.ranks.rank == 0:
+            with self.optimiser_step.uncompiled():
+                calibrate(self.model, self.dataset)
+            self._restore_files()
+            run.finish({name: tensor.detach().cpu().numpy() for name, tensor in self.model.state_dict().items()})
+        self.ranks.wait()
+        return run
+
+    def _say_what_depends_on_the_cut(self) -> None:
+        parts, statistic = self.config.train.accumulate * self.ranks.world, self.model.method.batch_statistic
+        if parts > 1 and statistic:
+            self._say(
+                f"{method_name(self.config.method)} takes {statistic}, over each of {parts} parts of a batch on its "
+                "own: another number of micro-batches or ranks gives another gradient"
+            )
+
+    def _say(self, line: str) -> None:
+        if self.show:
+            console.print(line, markup=False, soft_wrap=True)
+
+    def _restore(self) -> int:
+        """Load the newest good checkpoint, or start; return how many steps are done."""
+        step = 0
+        with self.ranks.agreeing():
+            checkpoint, skipped = self.run.load_checkpoint()
+            for line in skipped:
+                self._say(line)
+            if checkpoint:
+                step = checkpoint.step
+                self.run.check_checkpoint(checkpoint, self.config, self.dataset.fingerprint)
+                self.optimiser_step.load_state(checkpoint.tensors, step)
+                tokens, self.tlops = fitting(checkpoint.tensors, "progress", torch.zeros(2)).tolist()
+                self.tokens, self.saved = int(tokens), step
+        weights = self.run.path / "model.safetensors"
+        if not checkpoint and self.ranks.rank == 0 and weights.exists():
+            with disk_faults(weights):
+                weights.rename(kept := weights.with_name("model.unverified.safetensors"))
+            self._say(f"{weights} has lost its manifest; it is kept as {kept.name}, training starts afresh")
+        self.files = checkpoint.files if checkpoint else self._first_files()
+        if checkpoint and self.ranks.rank == 0:
+            self._restore_files()
+        self.ranks.wait()
+        self.run.check_corpus(self.dataset.fingerprint)
+        if not checkpoint and self.ranks.rank == 0:
+            self.run.restore(self.files)
+        self.validated = {row["step"] for row in self.run.metrics() if "val_loss" in row}
+        self.ranks.wait()
+        return step
+
+    def _first_files(self) -> dict[str, bytes]:
+        facts = {**environment(self.device), "ranks": self.ranks.world, "corpus_sha256": self.dataset.fingerprint}
+        return {
+            "config.json": config_bytes(self.config),
+            "env.json": json_bytes(facts),
+            "tokenizer.json": json_bytes(self.dataset.tokenizer.to_dict()),
+            "metrics.jsonl": b"",
+        }
+
+    def _restore_files(self) -> None:
+        for line in self.run.restore(self.files):
+            self._say(line)
+
+    def _step(self, step: int) -> None:
+        """Take step number `step` (from 0) and write down what is due after it."""
+        config = self.config.train
+        inputs, targets = self.next_batch or self._batch(step)
+        self.optimiser_step.begin(inputs, targets, step=step)
+        self.next_batch = self._batch(step + 1)  # while a GPU is busy
+        lr = cosine(step, config.steps, config.lr)
+        try:
+            stats = self.optimiser_step.finish(lr=lr)
+        except NotFinite as error:
+            raise UserError(f"{error} ({self._examples(step)})") from None
+        done, tokens = step + 1, inputs.size * self.ranks.world
+        self.tokens += tokens
+        self.tlops += sum(stats.work)
+        active = self._active_fraction(stats, tokens)
+        self.progress.step(done, tokens, stats.task, active)
+        if done % config.log_every == 0 or done == config.steps:
+            row = {"loss": stats.task + stats.depth, "task_loss": stats.task, "depth_loss": stats.depth}
+            row |= {"active_fraction": active, "lr": lr, "grad_norm": stats.grad_norm}
+            self._log(done, row | {"tokens_per_s": round(self.progress.tokens_per_s)})
+        self._validate_if_due(done)
+        if done % config.checkpoint_every == 0 or done == config.steps:
+            self._save(done)
+
+    def _batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        config = self.config.train
+        return self.dataset.train_batch(
+            seed=config.seed,
+            step=step,
+            batch_size=config.batch_size,
+            context=self.config.model.context,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+        )
+
+    def _examples(self, step: int) -> str:
+        """Those of a step's batch, by their numbers, for whoever wants to look at them."""
+        config = self.config.train
+        ids = self.dataset.batch_ids(
+            seed=config.seed, step=step, batch_size=config.batch_size, context=self.config.model.context
+        )
+        shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+        return f"examples {shown} of {self.config.data.corpus}'s training part"
+
+    def _active_fraction(self, stats: Stats, tokens: int) -> float:
+        routed = tuple(site.routed for site in self.model.method.sites(keys=1))
+        return DepthTotals(routed, stats.work, tokens, 0.0, 0.0).active_fraction
+
+    def _validate_if_due(self, step: int) -> None:
+        every = self.config.train.eval_every
+        due = step > 0 and (step % every == 0 or step == self.config.train.steps)
+        if not due or step in self.validated or self.ranks.rank != 0:
+            return
+        with self.optimiser_step.uncompiled():
+            calibrate(self.model, self.dataset, roughly=True)
+            with self.optimiser_step.autocast:
+                measured = measure(self.model, self._validation_stream(), self.model)
+        if self.stop.received:  # cut short: not a number to keep; the resumed run repeats it
+            return
+        self.validated.add(step)
+        row = {"val_loss": measured.loss, "val_active_fraction": measured.depth.active_fraction}
+        if not self.config.data.synthetic:  # tokens of different tokenizers are compared by the bytes they stand for
+            row["val_bits_per_byte"] = measured.loss / math.log(2) / self.dataset.bytes_per_token("val")
+        self._log(step, row)
+        self.progress.validation(step, row)
+        self.progress.resume_clock()
+
+    def _validation_stream(self) -> Iterator[Batch]:
+        """The start of the validation split; it ends early when a signal asks to stop."""
+        seen = 0
+
+        def wanted(batch: Batch) -> bool:
+            nonlocal seen
+            first, seen = seen == 0, seen + batch[0].numel()
+            return first or (seen <= VALIDATION_TOKENS and not self.stop.received)
+
+        return takewhile(wanted, batches(self.dataset, "val", self.config.model.context, self.device))
+
+    def _log(self, step: int, row: dict[str, float]) -> None:
+        row = {"step": step, **row, "tokens": self.tokens, "tlops": self.tlops}
+        if self.ranks.rank == 0:
+            self.files["metrics.jsonl"] += self.run.append_metrics(row)
+        if self.writer:
+            for name, value in row.items():
+                self.writer.add_scalar(name, value, step)
+
+    def _stop_if_asked(self, step: int) -> None:
+        """All ranks stop at the same step, whichever got the signal."""
+        number = self.ranks.max(self.stop.received)
+        if number:
+            self._save(step)
+            raise Interrupted(number, step, self.run.path)
+
+    def _save(self, step: int) -> None:
+        if self.ranks.rank == 0 and self.saved != step:
+            state = {**self.optimiser_step.state(), "progress": np.array([self.tokens, self.tlops])}
+            if bad := next((name for name, array in state.items() if not np.isfinite(array).all()), None):
+                raise UserError(
+                    f"step {step}: {bad} is not finite, so it is not saved; the last checkpoint is intact; go on from "
+                    "it with --resume; if it happens again, train anew in another --out with a lower --train.lr"
+                )
+            self.run.save_checkpoint(step, state, self.files)
+        self.saved = step
+        self.ranks.wait()
+
+
+def _summary_writer():
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        remedy = "pip install 'tokendepth[tensorboard]'"
+        raise UserError(f"train.tensorboard is on, but TensorBoard is not installed; {remedy}") from None
+    return SummaryWriter

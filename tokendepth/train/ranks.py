@@ -1,0 +1,98 @@
+"""The processes that train together."""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokendepth.errors import ReportedByOtherRank, UserError
+
+_groups = itertools.count()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together; one alone unless torchrun started several."""
+
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def join(cls, device: torch.device) -> "Ranks":
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls()
+        store, rank, world = next(iter(dist.rendezvous("env://")))
+        # A name of its own for each group: what an earlier one of this process left in the store is not for this one,
+        # nor the addresses of those whom torchrun started before it had to start all again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"tokendepth-{attempt}-{next(_groups)}", store)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        with _peers():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5))
+        return cls(rank, world)
+
+    def leave(self) -> None:
+        """While the interpreter is whole: at exit the group's threads would be torn down under it."""
+        if self.world > 1:
+            dist.destroy_process_group()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """In place, over all ranks."""
+        if self.world > 1:
+            with _peers():
+                dist.all_reduce(value)
+        return value
+
+    def total(self, number: int) -> int:
+        return sum(self._all(number))
+
+    def max(self, number: int) -> int:
+        return max(self._all(number))
+
+    def _all(self, number: int) -> list[int]:
+        """Every rank's number."""
+        if self.world == 1:
+            return [number]
+        numbers = torch.zeros(self.world, dtype=torch.long, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        numbers[self.rank] = number
+        return self.sum(numbers).tolist()
+
+    def wait(self) -> None:
+        if self.world > 1:
+            with _peers():
+                dist.barrier()
+
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """If any rank raises a UserError inside, all raise at its end; the first of them says why."""
+        refused = None
+        try:
+            yield
+        except UserError as error:
+            refused = error
+        try:
+            refusals = self._all(int(refused is not None))
+        except UserError as gone:
+            raise refused or gone from None
+        if refused and refusals.index(1) == self.rank:
+            raise refused
+        if any(refusals):
+            raise ReportedByOtherRank
+
+
+@contextlib.contextmanager
+def _peers() -> Iterator[None]:
+    """All that can go wrong between ranks is that one is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(
+            "another process of this training has ended or cannot be reached; every saved step is intact; go on by "
+            "repeating the same line with --resume"
+        ) from error

@@ -1,0 +1,228 @@
+"""One optimiser step: the gradient of a global batch, checked before it is applied.
+
+Losses are sums over tokens divided by the tokens of the whole batch, so that without dropout a step's result does not
+depend, but for rounding, on how its batch was cut by accumulation and ranks; unless the method takes a statistic over
+the micro-batch (`Method.batch_statistic`).
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokendepth.config import TrainConfig
+from tokendepth.data.dataset import NO_LOSS
+from tokendepth.errors import UserError
+from tokendepth.model import LanguageModel
+from tokendepth.train.ranks import Ranks
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEPS_THAT_REPAY_COMPILING = 25_000
+"""Compiling takes half a minute and saves about a millisecond a step (docs/LOG.md)."""
+
+
+class NotFinite(UserError):
+    """A loss, gradient or weight; nothing was updated."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one step saw, summed over its global batch."""
+
+    task: float
+    depth: float
+    grad_norm: float
+    work: tuple[float, ...]
+    """Tokens worked on, per site of the trace (soft: their weights)."""
+
+
+class OptimiserStep:
+    def __init__(self, model: LanguageModel, config: TrainConfig, device: torch.device, ranks: Ranks) -> None:
+        self.model, self.config, self.device, self.ranks = model, config, device, ranks
+        on_gpu = device.type == "cuda"
+        bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu and torch.cuda.is_bf16_supported())
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
+        worth_compiling = on_gpu and config.steps >= STEPS_THAT_REPAY_COMPILING and find_spec("triton") is not None
+        self.compiled = config.compile == "on" or (config.compile == "auto" and worth_compiling)
+        self.losses = torch.compile(self._losses) if self.compiled else self._losses
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._flatten()
+
+    def uncompiled(self) -> contextlib.AbstractContextManager:
+        """Where the model runs as written: compiled code is for the one shape of a training batch."""
+        return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
+
+    def _flatten(self) -> None:
+        """Make every weight a view of one buffer, and every gradient of another, the decayed ones first.
+
+        Zeroing, norm, clipping, the sum over ranks and AdamW are then one call each: a small model's step is made of
+        calls, not of arithmetic.
+        """
+        decays = {f"{name}.weight" for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
+        if self.config.decay == "all":
+            decays = set(dict(self.model.named_parameters()))
+        self.parameters = dict(sorted(self.model.named_parameters(), key=lambda item: item[0] not in decays))
+        weights = torch.zeros(sum(map(_room, self.parameters.values())), device=self.device)
+        for parameter, view in zip(self.parameters.values(), self._by_parameter(weights), strict=True):
+            parameter.data = view.copy_(parameter.data)
+        # What a step sums up follows the gradient in the same buffer: task loss, depth loss, work per site.
+        sites = len(self.model.method.sites(keys=1))
+        self.sums = torch.zeros(len(weights) + 2 + sites, device=self.device)
+        self.gradient, self.stats = self.sums[: len(weights)], self.sums[len(weights) :]
+        self.gradients = self._by_parameter(self.gradient)
+        self.share = torch.zeros((), device=self.device)
+        decayed = sum(_room(p) for name, p in self.parameters.items() if name in decays)
+        groups = []
+        # The paper's appendix: no decay on biases, norms and embeddings.
+        for part, decay in ((slice(None, decayed), self.config.weight_decay), (slice(decayed, None), 0.0)):
+            if not len(weights[part]):
+                continue
+            weight = nn.Parameter(weights[part])
+            weight.grad = self.gradient[part]
+            groups.append({"params": [weight], "weight_decay": decay})
+        self.adam = torch.optim.AdamW(groups, lr=self.config.lr, betas=(0.9, 0.95), fused=True)
+
+    def _by_parameter(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([_room(p) for p in self.parameters.values()])
+        return [part[: p.numel()].view_as(p) for part, p in zip(parts, self.parameters.values(), strict=True)]
+
+    def __call__(self, inputs: np.ndarray, targets: np.ndarray, *, step: int, lr: float) -> Stats:
+        """Take step number `step` on this rank's part of the global batch."""
+        self.begin(inputs, targets, step=step)
+        return self.finish(lr=lr)
+
+    def begin(self, inputs: np.ndarray, targets: np.ndarray, *, step: int) -> None:
+        """Ask for the gradient of step number `step`. A GPU is still at work on it when this returns."""
+        self.step = step
+        # Dropout is a function of seed, step and rank alone, so that a resumed run needs no saved random state.
+        self.dropout_seed = int(np.random.SeedSequence([self.config.seed, step, self.ranks.rank]).generate_state(1)[0])
+        torch.manual_seed(self.dropout_seed)
+        self.share.fill_(1 / self.ranks.total(int((targets != NO_LOSS).sum())))
+        self.sums.zero_()
+        batch = torch.from_numpy(np.stack([inputs, targets]))
+        for micro_batch in batch.chunk(self.config.accumulate, dim=1):
+            self._accumulate(micro_batch)
+        self.ranks.sum(self.sums)
+
+    def finish(self, *, lr: float) -> Stats:
+        """Wait for the gradient, check it and apply it."""
+        *seen, grad_norm = torch.cat([self.stats, self.gradient.norm()[None]]).tolist()
+        task, depth, *work = seen
+        if not math.isfinite(task + depth + grad_norm):
+            raise NotFinite(self._not_finite(self.step, task, grad_norm))
+        if grad_norm > self.config.clip:
+            self.gradient.mul_(self.config.clip / grad_norm)
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        return Stats(task, depth, grad_norm, tuple(work))
+
+    def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """`[task, depth, work per site...]` of one micro-batch, as its part of the whole batch."""
+        with self.autocast:
+            out = self.model(inputs, targets=targets)
+        task = F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") * self.share
+        # Micro-batches are of one size, so the mean over the batch is the mean of their means.
+        parts = self.config.accumulate * self.ranks.world
+        depth = sum(out.losses.values(), torch.zeros_like(task)) / parts
+        return torch.cat([torch.stack([task, depth]), out.trace.work.sum((1, 2))])
+
+    def _add_gradient(self, batch: Tensor) -> None:
+        losses = self.losses(batch[0], batch[1])
+        torch._foreach_add_(self.gradients, torch.autograd.grad(losses[:2].sum(), list(self.parameters.values())))
+        self.stats.add_(losses.detach())
+
+    def _accumulate(self, batch: Tensor) -> None:
+        """Add a micro-batch's gradient and losses to the sums. On a GPU that is one graph launch."""
+        if self.device.type != "cuda":
+            self._add_gradient(batch)
+            return
+        if self.graph is None:
+            self.graph = self._captured(batch)
+        self.held_batch.copy_(batch)
+        self.graph.replay()
+
+    def _captured(self, batch: Tensor) -> torch.cuda.CUDAGraph:
+        self.held_batch = batch.to(self.device)
+        before = self.sums.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # lazy initialisations must not be captured
+            for _ in range(2):
+                self._add_gradient(self.held_batch)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._add_gradient(self.held_batch)
+        self.sums.copy_(before)
+        torch.manual_seed(self.dropout_seed)  # the passes above have moved it on
+        return graph
+
+    def _not_finite(self, step: int, loss: float, norm: float) -> str:
+        bad = _first_not_finite("weight", self.parameters, self.parameters.values())
+        if not bad and math.isfinite(loss):
+            bad = _first_not_finite("gradient", self.parameters, self.gradients)
+        return (
+            f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}, first not finite: {bad or 'the loss'}; stopped "
+            "before the update, the last checkpoint is intact; go on from it with --resume; if it happens again, train "
+            "anew in another --out with a lower --train.lr or --train.clip, or check the data"
+        )
+
+    # -- state, as plain named tensors
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Weights and moments by the parameters' names. AdamW's own step count is the run's."""
+        kinds = {"model": [p.detach() for p in self.parameters.values()]}
+        for moment in MOMENTS:
+            parts = [
+                self.adam.state[p].get(moment, torch.zeros_like(p)) for g in self.adam.param_groups for p in g["params"]
+            ]
+            kinds[moment] = self._by_parameter(torch.cat(parts))
+        return {
+            f"{kind}.{name}": tensor.float().cpu().numpy()
+            for kind, tensors in kinds.items()
+            for name, tensor in zip(self.parameters, tensors, strict=True)
+        }
+
+    def load_state(self, tensors: dict[str, np.ndarray], step: int) -> None:
+        flat = {kind: torch.zeros_like(self.gradient) for kind in ("model", *MOMENTS)}
+        for kind, buffer in flat.items():
+            for (name, parameter), view in zip(self.parameters.items(), self._by_parameter(buffer), strict=True):
+                view.copy_(fitting(tensors, f"{kind}.{name}", parameter))
+        for parameter, saved in zip(self.parameters.values(), self._by_parameter(flat["model"]), strict=True):
+            parameter.data.copy_(saved)
+        done = 0
+        for group in self.adam.param_groups:
+            (part,) = group["params"]
+            here = slice(done, done := done + part.numel())
+            count = torch.tensor(float(step), device=self.device)
+            self.adam.state[part] = {"step": count, **{moment: flat[moment][here].clone() for moment in MOMENTS}}
+
+
+def _first_not_finite(kind: str, names: Iterable[str], tensors: Iterable[Tensor]) -> str:
+    pairs = zip(names, tensors, strict=True)
+    return next((f"{kind} {name}" for name, tensor in pairs if not tensor.isfinite().all()), "")
+
+
+def _room(parameter: Tensor) -> int:
+    """Its place in a flat buffer, up to a multiple of 256 bytes: compiled code takes weights to be aligned."""
+    return -(-parameter.numel() // 64) * 64
+
+
+def fitting(tensors: dict[str, np.ndarray], name: str, like: Tensor) -> Tensor:
+    if name not in tensors or tensors[name].shape != tuple(like.shape):
+        raise UserError(
+            f"the checkpoint does not fit this model at {name}; it belongs to another run: choose another --out"
+        )
+    return torch.from_numpy(tensors[name].copy()).to(like.device)
+
+
+def cosine(step: int, steps: int, peak: float) -> float:
+    """The learning rate of step number `step` (from 0): a cosine from `peak` to a tenth of it, no warm-up."""
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
