@@ -16,7 +16,12 @@ from tokendepth.runs.files import write_json
 from tokendepth.runs.machine import choose_device, describe_device
 from tokendepth.runs.run import Run
 
-EXTRAS = {"report": ("matplotlib", "jinja2"), "tensorboard": ("tensorboard",), "kernels": ("triton",)}
+EXTRAS = {
+    "report": ("matplotlib", "jinja2"),
+    "data": ("tokenizers",),
+    "tensorboard": ("tensorboard",),
+    "kernels": ("triton",),
+}
 
 
 @dataclass(frozen=True)

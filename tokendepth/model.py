@@ -82,8 +82,9 @@ class Block(nn.Module):
 
     def _skip(self, h: Tensor, ctx: Context, rows: Rows | None, keys: str | Keys, gate: Tensor | None) -> Tensor:
         attention, inputs, made = self.attention, rows and rows.inputs, rows and rows.decision and rows.decision.listed
+        columns = ctx.columns if ctx.cache else None
         if isinstance(keys, Keys):
-            x = self.norm_attention(h)
+            x, columns = self.norm_attention(h), ctx.columns
         elif keys == "active" and rows is not None:
             made, x = rows.listed(h), self.norm_attention(h)
             kv = product_of_rows(x, *attention.kv_weights(), rows.active, made)
@@ -92,9 +93,7 @@ class Block(nn.Module):
             inputs = inputs or block_inputs(h, norm_weights(self.norm_attention), *attention.kv_weights())
             x, keys = inputs.x, attention.keys(inputs.kv, ctx)
         active = None if rows is None else rows.active
-        return sparse_block(
-            h, x, keys.k, keys.v, active, self.parts(), gate, keys.seen, ctx.columns, made, ctx.rotation
-        )
+        return sparse_block(h, x, keys.k, keys.v, active, self.parts(), gate, keys.seen, columns, made, ctx.rotation)
 
     def _train_chosen(self, h: Tensor, ctx: Context, rows: ChosenRows, gate: Tensor | None) -> Tensor:
         flat = h.flatten(0, 1)

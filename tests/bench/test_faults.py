@@ -18,6 +18,8 @@ from tokendepth.runs.results import read_rows
 from tokendepth.runs.run import Run
 from tokendepth.train.loop import train
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "kill": 10,
     "kill-rank": 1,

@@ -27,6 +27,8 @@ from tokendepth.studies.outcomes import COSTS, OUTSIDE, Outcomes, interpolate
 from tokendepth.studies.settings import COMPARISONS, RUNS, SETTINGS, Setting
 from tokendepth.studies.tradeoffs import series
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SHAKESPEARE = COMPARISONS["shakespeare"]
 

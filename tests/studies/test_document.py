@@ -17,6 +17,8 @@ from tokendepth.studies.evidence import PAPER, Evidence, collapses
 from tokendepth.studies.findings import ALL, findings
 from tokendepth.studies.verdict import judge, judge_speedup
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -24,6 +24,8 @@ from tokendepth.studies.evidence import Evidence
 from tokendepth.studies.reproduce import CALLS, RUNS, reproduce
 from tokendepth.studies.tables import TABLES, runs
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_whole_paper_in_miniature(quick):
     out, seconds = quick

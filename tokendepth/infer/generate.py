@@ -9,7 +9,7 @@ import torch
 from tokendepth.cache import KVCache
 from tokendepth.checks import check_range
 from tokendepth.config import LARGEST_SEED, SYNTHETIC_CORPORA
-from tokendepth.data import tokenizer_from_dict
+from tokendepth.data import TextStream, tokenizer_from_dict
 from tokendepth.errors import UserError
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import load_model
@@ -85,7 +85,7 @@ def generate(
         calibrate.set_budget(model, run, budget)
     decode = Decoder(model, execution)
     dice = torch.Generator().manual_seed(seed)
-    pending: list[int] = []
+    text = TextStream(tokenizer)
     with torch.no_grad():
         for _ in range(tokens):
             start = time.perf_counter()
@@ -97,10 +97,5 @@ def generate(
                 ids.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=dice)))
             spending.depth.append(out.trace.totals())
             spending.seconds += time.perf_counter() - start
-            pending.append(ids[-1])
-            text = tokenizer.decode(pending)
-            # One byte of a character that takes several is not text yet; no character takes more than four.
-            if not text.endswith("\ufffd") or len(pending) == 4:
-                pending.clear()
-                yield text
-    yield tokenizer.decode(pending)
+            yield text.add(ids[-1])
+    yield text.end()

@@ -105,9 +105,9 @@ class Method(nn.Module):
 
     # -- for methods
 
-    def traced(self, work: Sequence[Tensor], ctx: Context) -> DepthTrace:
+    def traced(self, work: Sequence[Tensor] | Tensor, ctx: Context) -> DepthTrace:
         """The trace of `work`, `[batch, time]` for each site, bool or a number in [0, 1]."""
-        stacked = torch.stack([part.detach().float() for part in work])
+        stacked = work.detach() if isinstance(work, Tensor) else torch.stack([part.detach().float() for part in work])
         return DepthTrace(stacked, self.sites(ctx.keys(stacked.shape[2])), ctx.execution)
 
 

@@ -146,8 +146,10 @@ class Selected:
 
     def as_mask(self, like: Tensor) -> Tensor:
         """`[batch, time]`, 1 at the selected tokens and 0 at the others."""
-        taken = torch.ones_like(self.places) if self.there is None else self.there
-        return torch.zeros_like(like).scatter(1, self.places, taken.to(like.dtype))
+        nobody = torch.zeros_like(like)
+        if self.there is None:
+            return nobody.scatter(1, self.places, 1.0)
+        return nobody.scatter(1, self.places, self.there.to(like.dtype))
 
     def context(self, ctx: Context) -> Context:
         return ctx.packed(self.places, self.there)

@@ -63,10 +63,11 @@ class TSA(Method):
             else:
                 hidden, keep = self._execute(block, hidden, ctx, threshold)
             keeps.append(keep)
-        losses = {}
-        if ctx.execution == "soft" and gated:  # a decision has no gradient, so no price either
-            losses["depth"] = self.depth_penalty * _mean(torch.stack(keeps[1:]), ctx.valid)
-        return MethodOutput(hidden, self.traced(keeps, ctx), losses)
+        if ctx.execution != "soft" or not gated:  # a decision has no gradient, so no price either
+            return MethodOutput(hidden, self.traced(keeps, ctx), {})
+        work = torch.stack(keeps)
+        losses = {"depth": self.depth_penalty * _mean(work[1:], ctx.valid)}
+        return MethodOutput(hidden, self.traced(work, ctx), losses)
 
     def _execute(
         self, block: GatedBlock, hidden: Tensor, ctx: Context, threshold: Tensor | float

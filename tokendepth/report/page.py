@@ -110,6 +110,7 @@ def _provenance(record: Record) -> dict[str, Any]:
         "method": " ".join([method_name(config.method), *(f"{k}={v}" for k, v in vars(config.method).items())]),
         "data": f"{record.corpus}, tokens: {config.data.tokens}",
         "model": f"{model.n_layer} layers, width {model.d_model}, {model.n_head} heads, context {model.context}",
+        "layers": f"{model.norm} norm, {model.positions} positions, {model.kv_heads} K/V heads, {model.ffn}",
         "training": f"{train.steps:,} steps, batch {train.batch_size}, lr {train.lr:g}, seed {train.seed}",
     }
     for name in ("untrained_router_soft", "untrained_router_hard", "random_decisions_hard"):

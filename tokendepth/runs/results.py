@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokendepth.config import from_dict, to_dict
 from tokendepth.errors import UserError
 from tokendepth.runs.files import disk_faults, read_json, write_bytes
 
@@ -21,7 +22,7 @@ def add_rows(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
     """Add `rows` to the file at `path`; a row that agrees with one there in all of `identity` takes its place."""
 
     def key(row: Row) -> str:
-        return json.dumps([row.get(name) for name in identity], sort_keys=True)
+        return json.dumps([_as_of_now(row, name) for name in identity], sort_keys=True)
 
     with disk_faults(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,3 +30,14 @@ def add_rows(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
     # One row a line: a changed number is a one-line difference.
     text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in merged.values()) + "\n]\n"
     write_bytes(path, text.encode())
+
+
+def _as_of_now(row: Row, name: str) -> Any:
+    """A value by which rows are told apart; a config that an earlier version wrote is still the same experiment."""
+    value = row.get(name)
+    if name != "config":
+        return value
+    try:
+        return to_dict(from_dict(value))
+    except UserError:
+        return value

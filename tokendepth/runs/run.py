@@ -256,7 +256,8 @@ class Run:
         if env["corpus_sha256"] != fingerprint:
             corpus = self.config.data.corpus
             raise UserError(
-                f"the corpus {corpus!r} is not the one {self.path} was trained on; restore it or train anew"
+                f"the corpus {corpus!r} or its tokenizer is not the one {self.path} was trained on; restore it, or "
+                "train anew"
             )
 
     # -- the finished model

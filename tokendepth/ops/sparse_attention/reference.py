@@ -9,8 +9,9 @@ def reference(
 
     q: `[n, head, width]`, a row for each True of `active`, in row-major order. k, v: `[batch, kv head, keys, width]`;
     each kv head serves as many heads as there are for one. active: `[batch, time]` bool. columns: `[batch, time]`,
-    where each token stands among the keys; else the tokens are the last of the keys. key_valid: `[batch, keys]`, False
-    where a key must not be seen (a token always sees its own). Returns `[n, head, width]`.
+    where each token stands among the keys, rising along a sequence; else the tokens are the last of the keys.
+    key_valid: `[batch, keys]`, False where a key must not be seen (a token always sees its own). Returns
+    `[n, head, width]`.
     """
     out = torch.empty_like(q)
     offset, group = k.shape[2] - active.shape[1], q.shape[1] // k.shape[1]

@@ -1,6 +1,7 @@
 """compiled: one graph for the whole skipping pass, the same result, and memory that is kept."""
 
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from tokendepth.runs.machine import keep_freed_memory
 
 MODEL = ModelConfig(d_model=16, n_layer=2, n_head=2, d_ff=16, context=8, dropout=0.0, vocab_size=7)
 
+MODERN = replace(
+    MODEL, norm="rms", positions="rotary", n_kv_head=1, attention_bias="qkv", qk_norm=True, ffn="swiglu",
+    ffn_bias=False, tie_head=False,
+)  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
@@ -23,10 +29,18 @@ def fresh_compiler():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", [TSAConfig(), BudgetConfig()], ids=["tsa", "budget"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_skipping_is_one_graph_and_equals_hard(method, batch):
-    model = build(RunConfig(model=MODEL, method=method)).eval()
+@pytest.mark.parametrize(
+    ("config", "method", "batch"),
+    [
+        (MODEL, TSAConfig(), 1),
+        (MODEL, BudgetConfig(), 3),
+        (MODERN, TSAConfig(), 3),
+        (MODERN, BudgetConfig(), 1),
+    ],
+    ids=["classic tsa", "classic budget", "modern tsa", "modern budget"],
+)
+def test_skipping_is_one_graph_and_equals_hard(config, method, batch):
+    model = build(RunConfig(model=config, method=method)).eval()
     fast = compiled(model)
     torch._dynamo.utils.counters.clear()
     dice = torch.Generator().manual_seed(0)
@@ -43,6 +57,7 @@ def test_skipping_is_one_graph_and_equals_hard(method, batch):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_what_changes_afterwards_is_seen():
     """Weights are constants to the compiler, so that a budget or new weights might go unnoticed."""

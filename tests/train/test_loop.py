@@ -28,7 +28,7 @@ from tokendepth.runs.run import Run
 from tokendepth.train import loop as train_module
 from tokendepth.train.loop import _Training, train
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 METHODS = {"dense": DenseConfig(), "tsa": TSAConfig(depth_penalty=0.1)}
 

@@ -22,7 +22,7 @@ from tokendepth.train import loop as train_module
 from tokendepth.train.loop import Interrupted, train
 from tokendepth.train.signals import StopSignals
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20
 
 
