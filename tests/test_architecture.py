@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tokendepth.config import METHOD_CONFIGS
+from tokendepth.methods import METHODS
+
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_FILE = 400
 
@@ -163,7 +166,7 @@ def confinement_problems(path: str, source: str) -> list[str]:
     return [f"{path} imports {top}, which belongs in {CONFINED[top]}" for top in stray]
 
 
-METHOD_CLASS = re.compile(r"(?:[A-Z]\w+Config|Dense|TSA|Budget|MoD|EarlyExit|Switch|ACT|MoR|ITT)$")
+METHOD_CLASSES = {cls.__name__ for cls in [*METHODS.values(), *METHOD_CONFIGS.values()]}
 
 
 def method_problems(path: str, source: str) -> list[str]:
@@ -174,7 +177,7 @@ def method_problems(path: str, source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
             asked = [ast.unparse(name) for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)]
-            problems += [f"{path}:{node.lineno} asks for {name}" for name in asked if METHOD_CLASS.fullmatch(name)]
+            problems += [f"{path}:{node.lineno} asks for {name}" for name in asked if name in METHOD_CLASSES]
     return problems
 
 

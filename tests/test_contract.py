@@ -83,7 +83,7 @@ CASES["mor-shared"] = MoRConfig(recursions=3, kv="shared")
 CASES["mor-token-shared"] = MoRConfig(recursions=3, routing="token", kv="shared")
 CASES["itt-router"] = ITTConfig(steps=2, every=1, decides="router")
 # Every method, and the ways to run a block that its default does not take: given rows, given keys.
-ON_MODERN = [*METHODS, "budget-plain", "mor-token-shared"]
+ON_MODERN = [*METHODS, "budget-plain", "budget-random", "mor-token-shared"]
 CASES |= {f"{name} modern": CASES[name] for name in ON_MODERN if name in CASES}
 DEPTH = {"mor": 4, "mor-token": 6, "mor-shared": 5, "mor-token-shared": 5}
 """Where three layers do not do."""

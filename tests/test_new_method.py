@@ -55,6 +55,7 @@ class Toy(Method):
 '''
 WHO_ASKS_FOR_ALL_METHODS = [
     "test_config.py", "test_recipes.py", "test_architecture.py", "studies/test_compare.py", "bench/test_costs.py",
+    "infer/test_generate.py",
 ]  # fmt: skip
 
 

@@ -34,20 +34,21 @@ class KVCache:
         self.valid = like.new_zeros((shape[0], slots, capacity + 1), dtype=torch.bool)
         self.lengths = like.new_zeros(slots, dtype=torch.long)
         """Tokens of each sequence: the position of its next one."""
-        self.longest = 0
-        """The largest of `lengths`, or more in a `fixed` cache: known without asking the device."""
+        self.bounds = [0] * slots
+        """The same, known without asking the device: exactly, or in a `fixed` cache at most."""
         self.capacity, self.fixed = capacity, fixed
         self.states: dict[int, Tensor] = {}
         """What a method has to remember of the tokens so far beside keys and values, by layer: `[slots, ...]`."""
         self.slots: Tensor | None = None
         """Which slots this view is of; None: all of them, in order."""
+        self._chosen = list(range(slots))
         self._whole = self
 
     def of(self, slots: Sequence[int]) -> "KVCache":
         """A view of some slots, in that order, as a batch of its own; what is written to it is written here."""
         view = object.__new__(KVCache)
         vars(view).update(vars(self._whole))
-        view.slots = self._index(slots)
+        view.slots, view._chosen = self._index(slots), list(slots)
         return view
 
     def free(self, slots: Sequence[int]) -> None:
@@ -59,7 +60,8 @@ class KVCache:
             buffer[:, which] = 0
         for state in whole.states.values():
             state[which] = 0
-        whole.longest = int(whole.lengths.max())
+        for slot in slots:
+            whole.bounds[slot] = 0
 
     @property
     def batch(self) -> int:
@@ -69,14 +71,18 @@ class KVCache:
         """`[batch]`: tokens of each sequence so far."""
         return self._rows(self.lengths)
 
-    def needed(self, time: int, valid: Tensor | None, room: int) -> int:
-        """Tokens of the longest sequence after `time` columns more, of which `valid` are real; if `fixed`, at most.
+    @property
+    def longest(self) -> int:
+        """The largest of `bounds`."""
+        return max((self.bounds[slot] for slot in self._chosen), default=0)
 
-        Where lengths differ that is asked of the device; in a `fixed` cache only if there may be no `room`.
+    def needed(self, time: int, valid: Tensor | None, room: int) -> int:
+        """Tokens of the longest sequence after `time` columns more, of which `valid` are real.
+
+        With a mask that is asked of the device. A `fixed` cache is content with an upper bound while there is `room`.
         """
-        at_most = self._whole.longest + time
-        known = valid is None and self.slots is None and not self.fixed
-        if known or (self.fixed and at_most <= room):
+        at_most = self.longest + time
+        if at_most <= room if self.fixed else valid is None:
             return at_most
         return int((self.seen() + (time if valid is None else valid.sum(1))).max())
 
@@ -99,7 +105,12 @@ class KVCache:
         """Called once per pass, after every layer has appended; `needed` is what `needed` said before."""
         new = torch.full_like(self.seen(), time) if valid is None else valid.sum(1)
         self.lengths.index_add_(0, self._batch(len(new)), new)
-        self._whole.longest = needed if self.slots is None else max(self._whole.longest, needed)
+        if valid is None or self.fixed:
+            known = [min(self.bounds[slot] + time, needed) for slot in self._chosen]
+        else:
+            known = self.seen().tolist()
+        for slot, length in zip(self._chosen, known, strict=True):
+            self.bounds[slot] = length
 
     def state(self, layer: int, *, like: Tensor) -> Tensor:
         """What was remembered for the batch, `[batch, ...]`; at first zeros, `like` one sequence's."""

@@ -147,7 +147,7 @@ class ModelConfig:
     qk_norm: bool = False
     """RMSNorm on every query and key before they meet."""
     ffn: Literal["gelu", "swiglu", "geglu"] = "gelu"
-    """Feed-forward network: two layers with GELU, or gated by SiLU (SwiGLU) or GELU (GeGLU)."""
+    """Feed-forward network: two layers with GELU, or gated by SiLU (SwiGLU) or by GELU's tanh form (GeGLU)."""
     ffn_bias: bool = True
     """Whether its linear layers have a bias."""
     tie_head: bool = True
@@ -176,24 +176,33 @@ class ModelConfig:
         check(1 < self.rope_base <= 1e12, "model.rope_base", self.rope_base, "a number above 1 and up to 1e+12")
         check_range("model.rope_factor", self.rope_factor, 1, 1_000_000)
         check_range("model.rope_original_context", self.rope_original_context, 0, 100_000_000)
+        check_range("model.rope_low", self.rope_low, 0, 1_000_000)
+        check_range("model.rope_high", self.rope_high, 0, 1_000_000)
         if self.positions == "learned":
-            expected = "none, since learned positions are not stretched"
-            check(self.rope_scaling == "none", "model.rope_scaling", self.rope_scaling, expected)
+            self._check_unset("learned positions are not turned", "rope_base", "rope_scaling")
+        if self.rope_scaling == "none":
+            self._check_unset("model.rope_scaling is none", "rope_factor")
+        if self.rope_scaling in ("none", "linear"):
+            unused = ("rope_original_context", "rope_low", "rope_high")
+            self._check_unset(f"model.rope_scaling is {self.rope_scaling}", *unused)
+        if self.positions == "learned":
             return
         if self.width % 2:
             raise UserError(
                 f"model.head_width is {self.width}, an odd number; expected an even one, since rotary positions turn "
                 "pairs; set it with --model.head-width or --model.n-head"
             )
-        if self.rope_scaling == "none":
-            expected = "1, since model.rope_scaling is none"
-            check(self.rope_factor == 1, "model.rope_factor", self.rope_factor, expected)
         if self.rope_scaling in ("llama3", "yarn"):
             expected = f"the context before stretching, since rope_scaling is {self.rope_scaling}"
             check(self.rope_original_context > 0, "model.rope_original_context", self.rope_original_context, expected)
-            check_range("model.rope_high", self.rope_high, 0, 1_000_000)
             high = self.rope_high or {"llama3": 4.0, "yarn": 32.0}[self.rope_scaling]
             check(0 < self.rope_low < high, "model.rope_low", self.rope_low, f"a number above 0 and below {high:g}")
+
+    def _check_unset(self, since: str, *names: str) -> None:
+        """An option that has no effect is a mistake, not a wish."""
+        for name in names:
+            default, value = getattr(type(self), name), getattr(self, name)
+            check(value == default, f"model.{name}", value, f"{default!r}, since {since}")
 
     @property
     def width(self) -> int:

@@ -22,7 +22,7 @@ def forced(decisions: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Context:
-    """How one forward pass is to run; the same for every layer of it. `LanguageModel.context` makes one."""
+    """How one forward pass is to run; the same for every layer of it. `LanguageModel` makes one."""
 
     execution: Execution = "soft"
     cache: KVCache | None = None
@@ -38,6 +38,8 @@ class Context:
     """Hidden states to logits: final norm and head."""
     layer: int | None = None
     """Which of the cache's layers an application of a shared block is; none for a block of its own."""
+    positions: Tensor | None = None
+    """`[time]` or `[batch, time]`: where the tokens stand in their sequences."""
     rotation: Rotation | None = None
     """Cosines and sines of the tokens' rotary positions."""
     columns: Tensor | None = None
@@ -52,7 +54,7 @@ class Context:
         given = self.given_thresholds if self.decisions is None else forced(self.decisions)
         return own if given is None else given.unbind()
 
-    def keys(self, time: int) -> int:
+    def key_count(self, time: int) -> int:
         """Keys each query attends over."""
         return self.window if self.cache else time
 
@@ -71,7 +73,10 @@ class Context:
         return (values * self.valid).sum((-2, -1)) / self.valid.sum()
 
     def packed(self, places: Tensor, there: Tensor | None = None) -> "Context":
-        """Of the tokens at `places` `[batch, k]`, taken out as a shorter sequence; not `there`: padding."""
+        """The context of the tokens at `places` `[batch, k]`, taken out as a shorter sequence.
+
+        there: `[batch, k]`, False where a place is left over and counts as padding; None: all are taken.
+        """
         valid = there if self.valid is None else self.valid.gather(1, places)
         if valid is not None and there is not None:
             valid = valid & there
@@ -83,7 +88,7 @@ class Context:
         return replace(self, valid=valid, rotation=rotation, columns=places)
 
     def twice(self) -> "Context":
-        """Of every sequence and, after all of them, every sequence again; for training."""
+        """The context of the batch followed by a copy of itself; for training."""
         assert self.cache is None
         if self.valid is None:
             return self

@@ -68,7 +68,7 @@ class MoDConfig(MethodConfig):
     capacity: float = 0.125
     """Share of a sequence's tokens that a routed block takes while training, above 0 and up to 1."""
     every: int = 2
-    """Every which block is routed; 2 is every other."""
+    """Route every n-th block; 2 is every other."""
     decides: Literal["predictor", "router"] = "predictor"
     """Who decides without seeing the future: a predictor of its own, or the router itself, trained towards it."""
     decision_loss: float = 0.01
@@ -123,7 +123,7 @@ class SwitchConfig(MethodConfig):
     capacity_factor: float = 1.25
     """Room for this many times the tokens that an expert would get if all got alike, above 0; what overflows skips."""
     every: int = 2
-    """Every which block has experts; 2 is every other."""
+    """Every n-th block has experts; 2 is every other."""
     balance_loss: float = 0.01
     """Weight of the loss that spreads the tokens over the experts."""
     z_loss: float = 0.001
@@ -203,7 +203,7 @@ class ITTConfig(MethodConfig):
     capacity: float = 0.7
     """Share of a sequence's tokens that take a thinking step while training, above 0 and up to 1."""
     every: int = 2
-    """Every which layer thinks; 2 is every other."""
+    """Every n-th layer thinks; 2 is every other."""
     decides: Literal["predictor", "router"] = "predictor"
     """Who decides without seeing the future: a predictor of its own, or the router itself, trained towards it."""
     decision_loss: float = 0.01

@@ -19,6 +19,7 @@ from tokendepth.context import Context, Rows, forced
 from tokendepth.errors import UserError
 from tokendepth.layers.attention import Attention, Keys
 from tokendepth.layers.ffn import FeedForward, make_ffn
+from tokendepth.layers.head import head_flops
 from tokendepth.layers.norm import make_norm, norm_weights, without_scale
 from tokendepth.layers.positions import make_positions
 from tokendepth.layers.routers import Router
@@ -48,7 +49,7 @@ class MethodOutput:
 class Block(nn.Module):
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.turns = model.positions == "rotary"
+        self.rotary = model.positions == "rotary"
         self.norm_attention = make_norm(model)
         self.attention = Attention(model, layer)
         self.norm_ffn = make_norm(model)
@@ -137,7 +138,7 @@ class Block(nn.Module):
     def kernel_weights(self) -> BlockWeights | None:
         """For the kernels, which know the classic block; None: another one."""
         norm, query, ffn = norm_weights(self.norm_ffn), self.attention.plain_query(), self.ffn
-        if query is None or norm.shift is None or self.turns or not isinstance(ffn, FeedForward):
+        if query is None or norm.shift is None or self.rotary or not isinstance(ffn, FeedForward):
             return None
         if ffn.up.bias is None or ffn.down.bias is None:
             return None
@@ -234,12 +235,12 @@ class LanguageModel(nn.Module):
         ctx = Context(execution, cache, valid, readout=self.readout)
         if cache is not None:
             positions = positions + cache.seen()[:, None]
+            window = cache.capacity if cache.fixed else max(needed, 1)
             if valid is not None:  # where a sequence is full, padding has no position of its own
-                positions = positions.clamp(max=min(self.config.context, cache.capacity) - 1)
-            window = cache.capacity if cache.fixed else needed
+                positions = positions.clamp(max=min(self.config.context, window) - 1)
             writes = positions if valid is None else torch.where(valid, positions, cache.capacity)
             ctx = replace(ctx, columns=positions, writes=writes, window=window)
-        return replace(ctx, rotation=self.positions.rotation(positions)), positions
+        return replace(ctx, positions=positions, rotation=self.positions.rotation(positions)), positions
 
     def entering(self, ids: Tensor, execution: Execution) -> tuple[Tensor, Context]:
         """What a method is given for whole sequences `ids` `[batch, time]`: the embedded tokens and their context."""
@@ -262,4 +263,4 @@ class LanguageModel(nn.Module):
     @property
     def head_flops(self) -> int:
         """Of one token."""
-        return 2 * self.config.d_model * self.config.vocab_size
+        return head_flops(self.config)

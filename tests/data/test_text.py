@@ -3,6 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokendepth.config import DataConfig
+from tokendepth.data import load
 from tokendepth.data.build import byte_stream, char_stream
 from tokendepth.data.source import Source
 from tokendepth.data.store import in_memory
@@ -167,3 +169,17 @@ def test_a_passage_is_the_start_of_a_split():
     assert data.passage("val", 5).tolist() == [160, 161, 162, 163, 164]
     assert data.passage("val", 5).dtype == np.int64
     assert len(data.passage("test", 1000)) == 20
+
+
+def test_bytes_per_token_of_a_part_are_those_of_its_tokens(tmp_path):
+    """Else bits per byte of a look at the first tokens would be by the bytes of other text."""
+    path = tmp_path / "text.txt"
+    path.write_text("a" * 725 + "\u2013" * 40 + "a" * 135, encoding="utf-8")  # val: 5 of 1 byte, 40 of 3, 45 of 1
+    dataset = load(DataConfig(f"text:{path}"))
+    ids = dataset.split_ids("val").tolist()
+    lengths = [len(dataset.tokenizer.decode([token]).encode()) for token in ids]
+    assert len(set(lengths)) == 2
+    assert dataset.bytes_per_token("val") == sum(lengths) / len(ids)
+    for tokens in (1, 10, 60):
+        assert dataset.bytes_per_token("val", tokens) == sum(lengths[1 : tokens + 1]) / tokens
+    assert dataset.bytes_per_token("val", len(ids) - 1) == dataset.bytes_per_token("val")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth.config import DenseConfig, ITTConfig, ModelConfig, RunConfig, TSAConfig
 from tokendepth.infer import auto
 from tokendepth.methods import build
 
@@ -81,3 +81,9 @@ def test_a_compiled_model_has_a_profile_of_its_own(monkeypatch, model):
     for form in (model, torch.compile(model), model):
         auto.choose(form, 2, 8, 0.5)
     assert len(calls) == 2
+
+
+def test_models_that_differ_in_a_knob_have_profiles_of_their_own():
+    """What a method does by default is not what it does with more steps."""
+    shapes = [auto._shape(build(RunConfig(model=MODEL, method=ITTConfig(steps=steps)))) for steps in (2, 2, 8)]
+    assert shapes[0] == shapes[1] != shapes[2]

@@ -21,10 +21,17 @@ REFUSED = {
     "less than no width": ({"head_width": -8}, "model.head_width is -8; expected a number from 0"),
     "an odd rotary width": ({**ROTARY, "head_width": 7}, "model.head_width is 7, an odd number; expected an even one"),
     "an odd rotary quotient": ({**ROTARY, "d_model": 24}, "model.head_width is 3, an odd number"),
-    "stretched learned positions": ({"rope_scaling": "linear"}, "since learned positions are not stretched"),
+    "stretched learned positions": ({"rope_scaling": "linear"}, "since learned positions are not turned"),
     "llama3 of no context": ({**LLAMA3, "rope_original_context": 0}, "expected the context before stretching"),
     "yarn of no context": ({**YARN, "rope_original_context": 0}, "expected the context before stretching"),
     "less than no context": ({**YARN, "rope_original_context": -1}, "model.rope_original_context is -1"),
+    "a base for nothing": (
+        {"rope_base": 5e5},
+        "model.rope_base is 500000.0; expected 10000.0, since learned positions",
+    ),
+    "a factor for nothing": ({**ROTARY, "rope_factor": 4.0}, "expected 1.0, since model.rope_scaling is none"),
+    "no number": ({**ROTARY, "rope_low": float("nan")}, "model.rope_low is nan; expected a number from 0"),
+    "no end": ({**ROTARY, "rope_high": float("inf")}, "model.rope_high is inf; expected a number from 0"),
     "shrunk": ({**ROTARY, "rope_scaling": "linear", "rope_factor": 0.5}, "model.rope_factor is 0.5; expected a number"),
     "no factor": ({**ROTARY, "rope_factor": float("nan")}, "model.rope_factor is nan"),
     "llama3 without a blend": (

@@ -248,3 +248,16 @@ def test_training_at_a_fixed_budget_skips_products():
     skipped = 2 * 8 * TIME * row  # in two routed blocks
     assert counted[1.0] - counted[0.5] == skipped * 0.5
     assert counted[1.0] - counted[0.25] == skipped * 0.75
+
+
+@torch.no_grad()
+def test_dice_know_where_a_token_stands_on_every_kind_of_block():
+    """Else a token would be skipped wherever it stands, and no threshold could hold a budget."""
+    for positions in ("learned", "rotary"):
+        config = ModelConfig(d_model=32, n_layer=3, n_head=4, d_ff=64, context=64, vocab_size=11, positions=positions)
+        model = build(RunConfig(model=config, method=BudgetConfig(routing="random"))).eval()
+        ids = torch.zeros(8, 64, dtype=torch.long)  # one token, over and over
+        shares = calibrate_on(model, ids, 0.4)
+        work = model(ids, execution="hard").trace.work[1:]
+        assert work.mean((1, 2)).tolist() == pytest.approx([0.4, 0.4], abs=0.02), positions
+        assert shares.mean() == pytest.approx(0.4, abs=0.02)

@@ -18,7 +18,7 @@ import torch
 
 from tests.tiny import TEXT, hashes, one_line, steady, tiny, write_corpus
 from tokendepth.bench.faults.damage import stopped_run
-from tokendepth.config import DenseConfig, RunConfig, TSAConfig, to_dict
+from tokendepth.config import BudgetConfig, DenseConfig, RunConfig, TSAConfig, to_dict
 from tokendepth.data import load, tokenizer_from_dict
 from tokendepth.errors import UserError
 from tokendepth.measure.evaluate import load_model
@@ -677,3 +677,20 @@ def test_a_model_without_its_manifest_is_trained_again_and_not_in_silence(tmp_pa
     assert weights(train(config, run.path, resume=True)) == expected
     assert "model.safetensors has lost its manifest; it is kept as" in capsys.readouterr().err
     assert (run.path / "model.unverified.safetensors").exists()
+
+
+# --- what depends on how a batch is cut -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "accumulate", "said"),
+    [(BudgetConfig(), 2, True), (BudgetConfig(), 1, False), (TSAConfig(), 2, False)],
+    ids=["budget in two", "budget whole", "tsa in two"],
+)
+def test_a_statistic_over_parts_of_a_batch_is_said_and_kept(method, accumulate, said, tmp_path, capsys):
+    run = train(tiny(tmp_path, method, steps=2, accumulate=accumulate), tmp_path / "run")
+    line = "budget takes the quantile of the routers' scores"
+    assert (line in " ".join(capsys.readouterr().err.split())) == said
+    assert ("taken_over_each_part" in run.env) == said
+    if said:
+        assert run.env["parts_of_a_batch"] == 2

@@ -29,8 +29,8 @@ from tokendepth.infer import auto
 from tokendepth.infer.compile import compiled
 from tokendepth.measure import calibrate
 from tokendepth.measure.clock import captured, interleaved, quartiles
-from tokendepth.measure.evaluate import batches, has_curve, load_model
-from tokendepth.methods import build
+from tokendepth.measure.evaluate import batches, load_model
+from tokendepth.methods import build, dial_of
 from tokendepth.model import Block, LanguageModel, Output
 from tokendepth.runs.machine import choose_device, environment
 from tokendepth.runs.results import Row, add_rows
@@ -165,8 +165,9 @@ def _evaluated(run: Run) -> dict[float | None, dict[str, Row]]:
         return {"val_loss": at[execution]["loss"], **(skipped if execution == "sparse" else {})}
 
     evaluation = run.evaluation or {}
-    if calibrate.has_budget(run.config) and has_curve(run.config):
-        points = {point["budget"]: point for point in evaluation["curve"]}
+    dial = dial_of(run.config)
+    if dial and dial.calibrated and dial.trained:
+        points = {point[dial.name]: point for point in evaluation["curve"]}
         if not set(BUDGETS) <= set(points):
             raise UserError(f"{run.path} has no curve over budgets; run: tokendepth evaluate {run.path} --curve")
         return {budget: {"sparse": figures(points[budget], "sparse")} for budget in BUDGETS}

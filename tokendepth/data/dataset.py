@@ -65,8 +65,8 @@ class Dataset(ABC):
         """The whole split in order, every target once. Windows do not overlap; a shorter last one comes alone."""
 
     @abstractmethod
-    def bytes_per_token(self, split: Split) -> float:
-        """UTF-8 bytes that one token of the split stands for on average."""
+    def bytes_per_token(self, split: Split, tokens: int | None = None) -> float:
+        """UTF-8 bytes that one token of the split, or of its first `tokens`, stands for on average."""
 
     @abstractmethod
     def passage(self, split: Split, length: int) -> np.ndarray:

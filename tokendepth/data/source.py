@@ -70,7 +70,7 @@ def read_pieces(file: IO[bytes], most: int) -> Iterator[bytes]:
 def reading(
     source: Source, doing: str, *, most: int | None = None, bar_from: int = BAR_FROM
 ) -> Iterator[Iterator[bytes]]:
-    """One pass over a source, or over the first `most` bytes of it, with a progress bar from `bar_from` bytes on.
+    """One pass over a source, with a progress bar from `bar_from` bytes on; `most`: of which so many will be read.
 
     When the block is left the file is closed and the bar is gone, so that no message gets mixed up with it.
     """

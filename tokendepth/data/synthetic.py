@@ -51,7 +51,7 @@ class SyntheticDataset(Dataset):
         targets[:, : self.source_length + 1] = NO_LOSS  # the source and SEP
         return inputs, targets
 
-    def bytes_per_token(self, split: Split) -> float:
+    def bytes_per_token(self, split: Split, tokens: int | None = None) -> float:
         return 1.0
 
     def passage(self, split: Split, length: int) -> np.ndarray:

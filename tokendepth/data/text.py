@@ -1,5 +1,6 @@
 """TextDataset: one long row of token ids, cut into train, val and test."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,8 +46,16 @@ class TextDataset(Dataset):
         if rest:
             yield _shifted(ids[None, full * context :])
 
-    def bytes_per_token(self, split: Split) -> float:
-        return self.split_bytes[SPLITS.index(split)] / len(self.split_ids(split))
+    def bytes_per_token(self, split: Split, tokens: int | None = None) -> float:
+        ids = self.split_ids(split)
+        # Of a whole split the text was counted; of a part of it the tokens' spellings are.
+        if tokens is None or tokens >= len(ids) - 1:  # its first token is nobody's target
+            return self.split_bytes[SPLITS.index(split)] / len(ids)
+        return float(self._byte_lengths[ids[1 : tokens + 1]].mean())
+
+    @functools.cached_property
+    def _byte_lengths(self) -> np.ndarray:
+        return np.array([len(self.tokenizer.token_bytes(token)) for token in range(self.tokenizer.vocab_size)])
 
     def passage(self, split: Split, length: int) -> np.ndarray:
         return self.split_ids(split)[:length].astype(np.int64)

@@ -88,7 +88,8 @@ def _kept(path) -> dict[str, Any]:
 
 def _shape(model: LanguageModel) -> list:
     form = [type(model).__name__, str(model.norm.weight.dtype)]  # a compiled model has a type of its own
-    return [__version__, *form, type(model.method).__name__, *dataclasses.astuple(model.config)]
+    knobs = dataclasses.asdict(model.method.config)  # pyright: ignore[reportArgumentType] - each is a dataclass
+    return [__version__, *form, type(model.method).__name__, knobs, *dataclasses.astuple(model.config)]
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ class Packed(nn.Module):
 
 
 _packed: WeakKeyDictionary[LanguageModel, list[tuple[int, int]]] = WeakKeyDictionary()
-"""Of every model that was, where each weight is and how often it was written to: whoever packs it, code is shared."""
+"""Weight addresses and versions at the last packing, by model: compiled code is shared between packings."""
 
 
 def _notice_changes(model: LanguageModel) -> None:

@@ -102,8 +102,8 @@ class Attention(nn.Module):
     def for_rows(self, x: Tensor, ctx: "Context", rows: ChosenRows) -> Tensor:
         """While training: `[n, d]`, the rows of the chosen tokens, of `x` `[batch, time, d]`.
 
-        The others have no queries, but what would be gathered for them is: ragged rows have no library call with a
-        gradient.
+        Attention itself runs for all rows, with zero queries for the others: the library has no call with a gradient
+        for scattered rows.
         """
         queries = F.linear(rows.take(x.flatten(0, 1)), *self.query_weights())
         q = self._query(rows.spread(queries).view(*x.shape[:2], -1), ctx.rotation)

@@ -73,7 +73,7 @@ def set_budget(model: LanguageModel, run: Run, budget: float, dataset: Dataset |
     if kept is None:
         calibrate(model, dataset or data.load(run.config.data), budget)
     else:
-        model.method.thresholds = kept
+        model.method.set_thresholds(kept)
 
 
 def check(run: Run, budget: float) -> None:

@@ -19,7 +19,7 @@ from tokendepth.errors import UserError
 from tokendepth.measure import calibrate
 from tokendepth.measure.clock import interleaved, quartiles
 from tokendepth.methods import build, dial_of
-from tokendepth.methods.base import Method
+from tokendepth.methods.base import Dial, Method
 from tokendepth.model import LanguageModel, Output
 from tokendepth.runs.machine import choose_device, describe_device, environment
 from tokendepth.runs.run import EVALUATION_VERSION, Run
@@ -126,11 +126,11 @@ def evaluate(
 
         return measure(model, stream(), forward)
 
-    def point(at: float) -> dict[str, Any]:
+    def point(dial: Dial, at: float) -> dict[str, Any]:
         execute_at(model, run, at, dataset)
         found = measure(model, stream(), lambda ids: model(ids, execution="sparse"))
         return {
-            dial.name if dial else "": at,
+            dial.name: at,
             "sparse": _figures(found, dataset, config, split),
             "tlops_skipped": found.depth.tlops_saved,
             "flops_skipped": found.depth.flops_skipped,
@@ -179,7 +179,7 @@ def evaluate(
         "controls": _controls(model, config, stream, measured["hard"].depth) if routers else {},
         "time": time_forward(model, config, next(stream())[0]) if timing else None,
         "passage": _passage(model, dataset, split, where),
-        "curve": [point(at) for at in dial.points] if curve and dial else [],
+        "curve": [point(dial, at) for at in dial.points] if curve and dial else [],
         "env": environment(where),
     }
 
@@ -223,7 +223,7 @@ def _figures(measured: Measured, dataset: Dataset, config: RunConfig, split: Spl
     return {
         **figures,
         "bits_per_character": bits if by_character else None,
-        "bits_per_byte": bits / dataset.bytes_per_token(split),
+        "bits_per_byte": bits / dataset.bytes_per_token(split, measured.depth.tokens),
     }
 
 

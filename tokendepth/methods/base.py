@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.config import MethodConfig, ModelConfig
@@ -95,12 +96,12 @@ class Method(nn.Module):
 
     @property
     def thresholds(self) -> list[float]:
-        """What `calibrate` has set."""
+        """What `calibrate` has set, by number."""
         live = self.live_thresholds()
         return [] if live is None else live.tolist()
 
-    @thresholds.setter
-    def thresholds(self, values: list[float]) -> None:
+    def set_thresholds(self, values: list[float]) -> None:
+        """Set again what `thresholds` was after `calibrate`."""
         raise NotImplementedError
 
     # -- for methods
@@ -108,7 +109,18 @@ class Method(nn.Module):
     def traced(self, work: Sequence[Tensor] | Tensor, ctx: Context) -> DepthTrace:
         """The trace of `work`, `[batch, time]` for each site, bool or a number in [0, 1]."""
         stacked = work.detach() if isinstance(work, Tensor) else torch.stack([part.detach().float() for part in work])
-        return DepthTrace(stacked, self.sites(ctx.keys(stacked.shape[2])), ctx.execution)
+        return DepthTrace(stacked, self.sites(ctx.key_count(stacked.shape[2])), ctx.execution)
+
+
+def balance_and_z(logits: Tensor, choice: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+    """Of `[batch, time, n]` logits and the `choice` they led to: n * sum_i f_i P_i, and the mean logsumexp squared.
+
+    f_i is the share of tokens that chose i, P_i its mean probability; both are of the micro-batch.
+    """
+    n = logits.shape[-1]
+    share = ctx.mean(F.one_hot(choice, n).float().movedim(-1, 0))
+    balance = n * (share * ctx.mean(logits.softmax(-1).movedim(-1, 0))).sum()
+    return balance, ctx.mean(logits.logsumexp(-1).square())
 
 
 def everyone(hidden: Tensor) -> Tensor:

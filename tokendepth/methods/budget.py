@@ -28,6 +28,8 @@ from tokendepth.ops.rows import ChosenRows
 from tokendepth.trace import Site
 
 CURVE = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+GOLDEN_RATIO = 0.6180339887
+"""Its multiples, less what is whole, are spread evenly."""
 SMALLEST_DRAW = 0.15
 """Below the smallest budget that the dial promises, so that it is not at the edge of what was trained."""
 
@@ -47,7 +49,7 @@ class BudgetBlock(ExactBuffers, Block):
         assert self.router is not None
         return self.router(without_scale(self.norm_attention, hidden))
 
-    def choose(self, hidden: Tensor, ctx: Context, threshold: Tensor | float, dice: Tensor | None) -> Rows:
+    def pick(self, hidden: Tensor, ctx: Context, threshold: Tensor | float, dice: Tensor | None) -> Rows:
         """The active tokens: by the router, or by `dice` `[batch, time]` where there is none."""
         if self.router is not None:
             return self.decide(hidden, ctx, self.router, threshold, normed=True)
@@ -83,7 +85,7 @@ class Budget(Method):
         work, routed = [everyone(hidden)], self._routed()
         thresholds = ctx.thresholds([block.threshold for block in routed])
         for number, (block, threshold) in enumerate(zip(routed, thresholds, strict=True)):
-            rows = block.choose(hidden, ctx, threshold, None if entering is None else _dice(entering, number))
+            rows = block.pick(hidden, ctx, threshold, None if entering is None else _dice(entering, number, ctx))
             hidden = block.execute(hidden, ctx, rows)
             work.append(rows.active)
         return MethodOutput(hidden, self.traced(work, ctx), {})
@@ -96,7 +98,10 @@ class Budget(Method):
         for n, part in enumerate(parts):  # one in the place of the other: together they may fill a machine
             parts[n] = self.blocks[0](part, ctx)
         for number, block in enumerate(self._routed()):
-            halts = [-_dice(part, number) for part in entering] if entering else [block.halt(part) for part in parts]
+            if entering is None:
+                halts = [block.halt(part) for part in parts]
+            else:
+                halts = [-_dice(part, number, ctx) for part in entering]
             block.threshold.copy_(_between(-torch.cat(halts), 1 - share))
             decisions = [decide(halt, block.threshold) for halt in halts]
             active.append(torch.cat([decision.active for decision in decisions]).float().mean(1))
@@ -146,7 +151,7 @@ class Budget(Method):
     def _at_budget(self, scores: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """The tokens above the batch's quantile as places, always as many, and as 1 of `[batch, time]`.
 
-        With padding there are fewer to take than places; the rest of them are no tokens of that.
+        With padding fewer tokens are taken than there are places; those that are left over are not active.
         """
         count = scores.numel() - round((1 - self.budget) * scores.numel())
         if valid is not None:
@@ -193,12 +198,7 @@ class Budget(Method):
         own = [block.threshold for block in self._routed()]
         return torch.stack(own) if own else None
 
-    @property
-    def thresholds(self) -> list[float]:
-        return [float(block.threshold) for block in self._routed()]
-
-    @thresholds.setter
-    def thresholds(self, values: list[float]) -> None:
+    def set_thresholds(self, values: list[float]) -> None:
         for block, value in zip(self._routed(), values, strict=True):
             block.threshold.fill_(value)
 
@@ -227,7 +227,12 @@ def _between(scores: Tensor, level: float) -> Tensor:
     return torch.where(middle < upper, middle, lower)  # neighbours among the numbers have no middle
 
 
-def _dice(entering: Tensor, decision: int) -> Tensor:
-    """Pseudo-random numbers in [0, 1) that say nothing of use, yet are the same however the sequence is batched."""
+def _dice(entering: Tensor, decision: int, ctx: Context) -> Tensor:
+    """Pseudo-random numbers in [0, 1) that say nothing of use, yet are the same however the sequence is batched.
+
+    They are digits of the embedded token. Rotary positions are not in it, so that they are added here.
+    """
     digits = entering[..., decision % entering.shape[-1]].float().abs() * 1e4
+    if ctx.rotation is not None and ctx.positions is not None:
+        digits = digits + ctx.positions * GOLDEN_RATIO
     return digits - digits.floor()

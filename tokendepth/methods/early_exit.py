@@ -1,6 +1,6 @@
 """Early exit: a token leaves at the first block whose answer is good enough, and passes the rest unchanged.
 
-Two papers in one file. The baseline of the TSA paper leaves by *confidence*: after every block the tied head is read,
+Two papers in one file. The baseline of the TSA paper leaves by *confidence*: after every block the head is read,
 and a token whose largest probability exceeds the threshold takes that answer. The Depth-Adaptive Transformer (Elbayad
 et al. 2020) also *learns* when to leave, after block n with chance chi_n = sigmoid(w h_n + b) if it has not left yet:
 
@@ -9,7 +9,7 @@ et al. 2020) also *learns* when to leave, after block n with chance chi_n = sigm
 trained by cross-entropy to the exit that an oracle names from the targets: the n that maximises LL_n - lambda n
 (`likelihood`), or C_n - lambda n with C_n = 1 where the likeliest token is right (`correctness`).
 
-Training is aligned in both: one pass through all blocks, every exit read by the tied head, the loss their uniform mean.
+Training is aligned in both: one pass through all blocks, every exit read by the head, the loss their uniform mean.
 The paper keeps the exit loss out of its first updates; here it sees the states without a gradient to them, so that it
 never disturbs what they learn.
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from tokendepth.config import HALTING_THRESHOLDS, PAPER_THRESHOLDS, EarlyExitConfig, ModelConfig
 from tokendepth.context import Context, Rows
+from tokendepth.layers.head import head_flops
 from tokendepth.layers.routers import HaltingUnit
 from tokendepth.methods.base import Dial, Method, blocks_of, everyone
 from tokendepth.model import Block, MethodOutput
@@ -48,6 +49,7 @@ class EarlyExit(Method):
     def __init__(self, model: ModelConfig, config: EarlyExitConfig) -> None:
         super().__init__(model, config)
         self.knobs, self.by_confidence = config, config.exit == "confidence"
+        self.skips_on_device = not self.by_confidence  # the head is read for as many tokens as go on
         self.blocks = nn.ModuleList(Block(model, layer) for layer in range(model.n_layer))
         # Off, a token that left is computed on and only its answer is kept: how the TSA paper may have counted. By
         # confidence alone: a halting unit would ask the state that went on.
@@ -106,7 +108,7 @@ class EarlyExit(Method):
             correct = (logits.argmax(-1) == ctx.targets).float()
             scores = likelihood.detach() if self.knobs.oracle == "likelihood" else correct
             best = oracle_exit(scores, self.knobs.oracle_penalty, self.knobs.oracle_smoothing)
-            halting = torch.stack([self.exit.logit(state.detach()).float().squeeze(-1) for state in states[:-1]])
+            halting = torch.stack([self.exit(state.detach()) for state in states[:-1]])
             cross_entropy = -exit_distribution(halting).gather(0, best[None])[0]
             losses["halting"] = self.knobs.halting_loss * (cross_entropy * counted).sum() / counted.sum()
         return MethodOutput(hidden, trace, losses, logits[-1])
@@ -115,7 +117,7 @@ class EarlyExit(Method):
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         # The stem's read is every token's first: the head's own.
-        read = 2 * self.model.d_model * self.model.vocab_size if self.by_confidence else 0
+        read = head_flops(self.model) if self.by_confidence else 0
         router = self.exit.flops if isinstance(self.exit, HaltingUnit) else 0
         sites = []
         for n, block in enumerate(blocks_of(self.blocks)):

@@ -31,7 +31,7 @@ from tokendepth.config import ModelConfig, MoRConfig
 from tokendepth.context import Context, Rows
 from tokendepth.layers.attention import Keys
 from tokendepth.layers.routers import LinearRouter
-from tokendepth.methods.base import Method, blocks_of, everyone
+from tokendepth.methods.base import Method, balance_and_z, blocks_of, everyone
 from tokendepth.methods.mod import Selected, decision_loss, top_k
 from tokendepth.model import Block, MethodOutput
 from tokendepth.ops.gated_add import gated_add
@@ -134,9 +134,7 @@ class MoR(Method):
         return hidden, list(active), self._token_losses(logits, depth, ctx) if self.training else {}
 
     def _token_losses(self, logits: Tensor, depth: Tensor, ctx: Context) -> dict[str, Tensor]:
-        share = ctx.mean(F.one_hot(depth, self.recursions).float().movedim(-1, 0))
-        balance = self.recursions * (share * ctx.mean(logits.softmax(-1).movedim(-1, 0))).sum()
-        z = ctx.mean(logits.logsumexp(-1).square())
+        balance, z = balance_and_z(logits, depth, ctx)
         return {"balance": self.knobs.balance_loss * balance, "z": self.knobs.z_loss * z}
 
     # -- the shared block

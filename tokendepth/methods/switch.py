@@ -27,7 +27,7 @@ from tokendepth.config import ModelConfig, SwitchConfig
 from tokendepth.context import Context
 from tokendepth.layers.ffn import FeedForward, GatedFeedForward, make_ffn
 from tokendepth.layers.routers import LinearRouter
-from tokendepth.methods.base import Method, blocks_of, everyone
+from tokendepth.methods.base import Method, balance_and_z, blocks_of, everyone
 from tokendepth.model import Block, MethodOutput
 from tokendepth.trace import Site
 
@@ -124,7 +124,7 @@ class Switch(Method):
                 active = ctx.real(active)
                 update = block.ask_in_slots(x, expert, place, active)
                 hidden = hidden + block.dropout(probability[..., None] * update).to(hidden.dtype)
-                losses.append(self._losses(logits, expert, ctx))
+                losses.append(torch.stack(balance_and_z(logits, expert, ctx)))
             else:
                 active = ctx.real(next(given, active))
                 hidden = self._execute(block, hidden, x, ctx, active, expert, probability)
@@ -149,12 +149,6 @@ class Switch(Method):
         update = block.ask(x[computed], expert[computed])
         rows = hidden[computed] + (weight[computed][:, None] * update).to(hidden.dtype)
         return torch.where(active[..., None], hidden.masked_scatter(computed[..., None], rows), hidden)
-
-    def _losses(self, logits: Tensor, expert: Tensor, ctx: Context) -> Tensor:
-        """`[balance, z]` of one block."""
-        share = ctx.mean(F.one_hot(expert, self.knobs.experts).float().movedim(-1, 0))
-        balance = self.knobs.experts * (share * ctx.mean(logits.softmax(-1).movedim(-1, 0))).sum()
-        return torch.stack([balance, ctx.mean(logits.logsumexp(-1).square())])
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         sites = []

@@ -76,8 +76,14 @@ class Record:
 
     @property
     def corpus(self) -> str:
-        """A file of the user's goes by its name: as a label the folders are too long."""
-        return printable(Path(self.config.data.corpus.removeprefix("text:")).name)
+        """And, where they are no characters, its tokens: losses of different tokens do not compare either.
+
+        A file of the user's goes by its name: as a label the folders are too long.
+        """
+        data = self.config.data
+        kind, _, rest = data.tokens.partition(":")
+        tokens = "" if kind == "char" else f" ({kind}{' ' + Path(rest).name if rest else ''})"
+        return printable(Path(data.corpus.removeprefix("text:")).name + tokens)
 
     @property
     def step(self) -> int:

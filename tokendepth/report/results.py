@@ -51,7 +51,10 @@ def at_budgets(found: list[Record]) -> list[Record]:
 def _at_budget(record: Record, point: Row) -> Record:
     """The same weights at one budget of the curve, as if it had been the run's own."""
     budget = point["budget"]
-    config = replace(record.config, method=replace(record.config.method, budget=budget))
+    method = record.config.method
+    if "budget" in vars(method):
+        method = replace(method, budget=budget)
+    config = replace(record.config, method=method)
     figures = {name: value for name, value in point.items() if name != "budget"}
     evaluation = {**record.evaluation, **figures, "hard": point["sparse"], "soft": None, "time": None, "curve": []}
     name = re.sub(r"(-seed\d+)?$", rf" at {budget:g}\1", record.name, count=1)

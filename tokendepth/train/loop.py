@@ -106,7 +106,11 @@ class _Training:
             self._say(f"{run.path} is finished already")
             return run
         self.model = build(self.config).to(self.device).train()
-        self._say_what_depends_on_the_cut()
+        if statistic := self._depends_on_the_cut():
+            self._say(
+                f"{method_name(self.config.method)} takes {statistic}, over each of {self._parts} parts of a batch on "
+                "its own: another number of micro-batches or ranks gives another gradient"
+            )
         self.optimiser_step = OptimiserStep(self.model, config, self.device, self.ranks)
         self.tokens, self.tlops, self.saved = 0, 0.0, None
         self.next_batch: tuple[np.ndarray, np.ndarray] | None = None
@@ -128,13 +132,13 @@ class _Training:
         self.ranks.wait()
         return run
 
-    def _say_what_depends_on_the_cut(self) -> None:
-        parts, statistic = self.config.train.accumulate * self.ranks.world, self.model.method.batch_statistic
-        if parts > 1 and statistic:
-            self._say(
-                f"{method_name(self.config.method)} takes {statistic}, over each of {parts} parts of a batch on its "
-                "own: another number of micro-batches or ranks gives another gradient"
-            )
+    @property
+    def _parts(self) -> int:
+        return self.config.train.accumulate * self.ranks.world
+
+    def _depends_on_the_cut(self) -> str | None:
+        """What the method takes over each part of a batch, where there are several."""
+        return self.model.method.batch_statistic if self._parts > 1 else None
 
     def _say(self, line: str) -> None:
         if self.show:
@@ -171,6 +175,8 @@ class _Training:
 
     def _first_files(self) -> dict[str, bytes]:
         facts = {**environment(self.device), "ranks": self.ranks.world, "corpus_sha256": self.dataset.fingerprint}
+        if statistic := self._depends_on_the_cut():
+            facts |= {"parts_of_a_batch": self._parts, "taken_over_each_part": statistic}
         return {
             "config.json": config_bytes(self.config),
             "env.json": json_bytes(facts),
@@ -244,7 +250,8 @@ class _Training:
         self.validated.add(step)
         row = {"val_loss": measured.loss, "val_active_fraction": measured.depth.active_fraction}
         if not self.config.data.synthetic:  # tokens of different tokenizers are compared by the bytes they stand for
-            row["val_bits_per_byte"] = measured.loss / math.log(2) / self.dataset.bytes_per_token("val")
+            bytes_per_token = self.dataset.bytes_per_token("val", measured.depth.tokens)
+            row["val_bits_per_byte"] = measured.loss / math.log(2) / bytes_per_token
         self._log(step, row)
         self.progress.validation(step, row)
         self.progress.resume_clock()

@@ -60,7 +60,7 @@ def block_inputs(
     """h: `[batch, time, d]`. w_kv: `[out, d]`, b_kv: `[out]`. With a router goes the threshold of its decision.
 
     `auto` is the kernel for low precision on a GPU where no gradient is wanted, `joined` where a compiler packs the
-    weights (`compiled.py`), and `eager` otherwise.
+    weights (`infer/compile.py`), and `eager` otherwise.
     """
     assert (router is None) == (threshold is None), "a router decides by a threshold"
     if backend == "auto":

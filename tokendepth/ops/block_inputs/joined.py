@@ -11,8 +11,9 @@ def joined(h: Tensor, norm, w_kv: Tensor, b_kv: Tensor | None, router) -> tuple[
     what is made of them here is then made once.
     """
     if norm.shift is None:
-        reciprocal, mean = torch.rsqrt(h.square().mean(-1, keepdim=True) + norm.eps), 0.0
-        plain, bias = h * reciprocal, h.new_zeros(len(w_kv))
+        exact = h.to(torch.promote_types(h.dtype, torch.float32))
+        reciprocal, mean = torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm.eps), 0.0
+        plain, bias = (exact * reciprocal).to(h.dtype), h.new_zeros(len(w_kv))
     else:
         plain, mean, reciprocal = torch.native_layer_norm(h, h.shape[-1:], None, None, norm.eps)
         bias = w_kv @ norm.shift

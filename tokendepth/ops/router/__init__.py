@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tokendepth.ops.launch import has_triton
+from tokendepth.ops.launch import has_triton, unknown_backend
 from tokendepth.ops.router.eager import eager
 from tokendepth.ops.router.reference import reference
 
@@ -21,8 +21,8 @@ def halting_logits(
     """h: `[..., d]`, float32 or bfloat16. w1: `[hidden, d]`, b1: `[hidden]`, w2: `[1, hidden]`, b2: `[1]`, float32.
 
     Returns `[...]` in float32. `low_precision`: bfloat16 operands in the products, summed in float32.
-    `auto` is the kernel for low precision on a GPU, up to the sizes above, and `eager` otherwise: full float32 runs on
-    the scalar units, where the library is at home. A model in bfloat16 has all weights in it and no gradient.
+    `auto` is the kernel for low precision on a GPU, up to the sizes above, and `eager` otherwise: in full
+    float32 the library is faster. A model in bfloat16 has all weights in it and no gradient.
     """
     low_precision = low_precision or (w1.dtype == torch.bfloat16 and not torch.is_grad_enabled())
     if backend == "auto":
@@ -36,4 +36,4 @@ def halting_logits(
         return eager(h, w1, b1, w2, b2, low_precision)
     if backend == "reference":
         return reference(h, w1, b1, w2, b2, low_precision)
-    raise ValueError(f"unknown backend {backend!r}: not one of auto, reference, eager, kernel")
+    raise unknown_backend(backend)

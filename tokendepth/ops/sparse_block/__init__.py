@@ -61,7 +61,7 @@ def sparse_block(
     rotation: Rotation | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """h, x: `[batch, time, d]`, the state and what the first norm made of it. k, v: `[batch, head, keys, width]`.
+    """h, x: `[batch, time, d]`, the state and what the first norm made of it. k, v: `[batch, kv head, keys, width]`.
 
     active: `[batch, time]` bool, None for everybody; listed: what `decide` found out about it. gate: `[batch, time]`,
     what an active token keeps of its updates, all of them where it is not given. key_valid: `[batch, keys]`, False
