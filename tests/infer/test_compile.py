@@ -34,7 +34,7 @@ def fresh_compiler():
     [
         (MODEL, TSAConfig(), 1),
         (MODEL, BudgetConfig(), 3),
-        (MODERN, TSAConfig(), 3),
+        pytest.param(MODERN, TSAConfig(), 3, marks=pytest.mark.slow),
         (MODERN, BudgetConfig(), 1),
     ],
     ids=["classic tsa", "classic budget", "modern tsa", "modern budget"],
