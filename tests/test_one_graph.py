@@ -61,7 +61,7 @@ def kernels_serve(monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["plain", "padding", "slots", "decisions"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["one tile", pytest.param("several", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CLASSIC)
 def test_what_can_be_captured_asks_nothing_of_the_host(case, size, what, kernels_serve):
     width, time = SIZES[size]

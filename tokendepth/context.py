@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokendepth.cache import KVCache
 from tokendepth.ops.block_inputs import BlockInputs
-from tokendepth.ops.decide import Decision, listed
+from tokendepth.ops.decide import Decision, list_active
 from tokendepth.ops.rows import ChosenRows, Listed
 from tokendepth.ops.sparse_block import Rotation
 from tokendepth.trace import Execution
@@ -118,4 +118,4 @@ class Rows:
     def listed(self, h: Tensor) -> Listed | None:
         """The list of active tokens, where kernels work by it."""
         made = self.decision and self.decision.listed
-        return made or listed(self.active, h)
+        return made or list_active(self.active, h)

@@ -89,10 +89,10 @@ class Block(nn.Module):
         elif keys == "active" and rows is not None:
             made, x = rows.listed(h), self.norm_attention(h)
             kv = product_of_rows(x, *attention.kv_weights(), rows.active, made)
-            keys = attention.keys(kv, ctx, leaving=rows.active)
+            keys = attention.leave_keys(kv, ctx, leaving=rows.active)
         else:
             inputs = inputs or block_inputs(h, norm_weights(self.norm_attention), *attention.kv_weights())
-            x, keys = inputs.x, attention.keys(inputs.kv, ctx)
+            x, keys = inputs.x, attention.leave_keys(inputs.kv, ctx)
         active = None if rows is None else rows.active
         return sparse_block(h, x, keys.k, keys.v, active, self.parts(), gate, keys.seen, columns, made, ctx.rotation)
 

@@ -157,6 +157,7 @@ print(time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_
 """
 
 
+@pytest.mark.slow
 def test_enwik8(published_data, monkeypatch):
     published_data("enwik8.xz")
     data = load(DataConfig(corpus="enwik8"))

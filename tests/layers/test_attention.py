@@ -189,7 +189,7 @@ def test_sparse_is_hard(shape, keys, batch):
         over = keys
         if keys == "given":  # made of other states
             kv = F.linear(block.norm_attention(h.flip(1)), *block.attention.kv_weights())
-            over = block.attention.keys(kv, ctx)
+            over = block.attention.leave_keys(kv, ctx)
         found[execution] = [block(h.clone(), ctx, Rows(active), keys=over, gate=g) for g in (None, gate)]
     for hard, sparse in zip(found["hard"], found["sparse"], strict=True):
         close(sparse, hard)

@@ -10,6 +10,7 @@ from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig, RunConfig, SwitchConfig
 from tokendepth.measure.flops import count_flops
 from tokendepth.methods import build
+from tokendepth.methods.base import balance_and_z
 from tokendepth.methods.switch import SwitchBlock
 from tokendepth.model import Context, LanguageModel
 
@@ -113,19 +114,17 @@ def test_one_expert_runs_for_a_token_and_none_for_one_that_overflowed():
 
 def test_the_losses_by_hand():
     """Two experts, four tokens with p = (0.75, 0.25) three times and (0.5, 0.5) plus a little once."""
-    model = switch(experts=2)
     logits = torch.tensor([[[math.log(3.0), 0.0], [math.log(3.0), 0.0]], [[math.log(3.0), 0.0], [0.0, 1e-6]]])
-    balance, z = model.method._losses(logits, logits.argmax(-1), Context()).tolist()
+    balance, z = (float(x) for x in balance_and_z(logits, logits.argmax(-1), Context()))
     f, mean_p = (0.75, 0.25), ((3 * 0.75 + 0.5) / 4, (3 * 0.25 + 0.5) / 4)
     assert balance == pytest.approx(2 * (f[0] * mean_p[0] + f[1] * mean_p[1]), rel=1e-5)
     assert z == pytest.approx((3 * math.log(4.0) ** 2 + math.log(2.0) ** 2) / 4, rel=1e-5)
 
 
 def test_balance_is_least_when_all_experts_get_alike():
-    model = switch(experts=4)
     even = 9 * torch.eye(4)[torch.arange(8) % 4][None]
     skewed = 9 * torch.eye(4)[torch.zeros(8, dtype=torch.long)][None]
-    balances = [model.method._losses(logits, logits.argmax(-1), Context())[0].item() for logits in (even, skewed)]
+    balances = [balance_and_z(logits, logits.argmax(-1), Context())[0].item() for logits in (even, skewed)]
     assert balances[0] == pytest.approx(1.0, rel=1e-4)
     assert balances[1] == pytest.approx(4.0, rel=1e-2)
 
@@ -136,7 +135,7 @@ def test_the_losses_carry_their_weights():
     with torch.no_grad():
         x = block.norm_ffn(block.attend(model.method.blocks[0](h, Context()), Context()))
         logits = block.router(x)
-        balance, z = model.method._losses(logits, logits.argmax(-1), Context()).tolist()
+        balance, z = (float(x) for x in balance_and_z(logits, logits.argmax(-1), Context()))
     assert float(losses["balance"].detach()) == pytest.approx(0.5 * balance, rel=1e-5)
     assert float(losses["z"].detach()) == pytest.approx(0.25 * z, rel=1e-5)
 

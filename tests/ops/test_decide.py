@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokendepth.ops.decide import Decision, decide, listed
+from tokendepth.ops.decide import Decision, decide, list_active
 from tokendepth.ops.rows import Listed
 
 SIZES = {"one token": (1, 1), "a sequence": (1, 37), "several": (5, 19), "blocks": (3, 1030), "none": (0, 4)}
@@ -96,14 +96,14 @@ def test_an_unknown_backend_is_refused():
 
 
 def test_where_kernels_do_not_serve_nothing_is_listed():
-    assert listed(torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3, 16)) is None
+    assert list_active(torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3, 16)) is None
 
 
 def test_auto_is_the_kernel_where_kernels_serve_the_states(kernels_on_a_gpu):
     def run(logit: Tensor, states: Tensor | None) -> None:
         found = decide(logit, 0.0, states=states)
         assert (found.active.shape, found.active.dtype) == ((2, 5), torch.bool)
-        for made in (found.listed, None if states is None else listed(found.active, states)):
+        for made in (found.listed, None if states is None else list_active(found.active, states)):
             assert made is None or (type(made), made.places.shape, made.starts.shape) == (Listed, (10,), (3,))
 
     logit, states = torch.zeros(2, 5), torch.zeros(2, 5, 16)

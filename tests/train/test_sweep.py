@@ -96,6 +96,7 @@ def test_after_the_deadline_nothing_is_begun(tmp_path):
     assert not list((tmp_path / "sweep").iterdir())
 
 
+@pytest.mark.slow
 def test_at_the_deadline_what_runs_is_saved(tmp_path, monkeypatch):
     long = tiny(tmp_path, method=DenseConfig(), steps=100_000, log_every=100)
     out, heard = tmp_path / "sweep", []
@@ -111,6 +112,7 @@ def test_at_the_deadline_what_runs_is_saved(tmp_path, monkeypatch):
     assert not (out / "waiting").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_config_is_a_failure_and_is_left_alone(tmp_path):
     configs, out = {"dense": grid(tmp_path)["dense"]}, tmp_path / "sweep"
     sweep(configs, out, show=False)
@@ -176,6 +178,7 @@ def test_the_command_trains_prints_and_collects(tmp_path, capsys):
     assert "none.txt" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_curve_that_is_asked_for_later_is_added(tmp_path):
     configs, out = {"budget": grid(tmp_path)["budget"]}, tmp_path / "sweep"
     (plain,) = sweep(configs, out, show=False).runs

@@ -74,7 +74,7 @@ class Attention(nn.Module):
         q = projected.unflatten(-1, (self.n_head, -1))
         return rotated(q if self.norm_q is None else self.norm_q(q), rotation)
 
-    def keys(self, kv: Tensor, ctx: "Context", leaving: Tensor | None = None) -> Keys:
+    def leave_keys(self, kv: Tensor, ctx: "Context", leaving: Tensor | None = None) -> Keys:
         """Of keys and values side by side, as projected: `[batch, time, 2 x kv heads x width]`.
 
         leaving: `[batch, time]`, who leaves a key and a value for others; None: every valid token does.
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         """Every row: `[batch, time, d] -> [batch, time, d]`; among `keys`, or those that these rows leave."""
         if keys is None:
             projected, kv = self.qkv(x).split([self.q_out, self.kv_out], dim=-1)
-            q, own = self._query(projected, ctx.rotation), self.keys(kv, ctx, leaving)
+            q, own = self._query(projected, ctx.rotation), self.leave_keys(kv, ctx, leaving)
             return self.out(self._attended(q, own, ctx.columns if ctx.cache else None))
         return self.out(self._attended(self.queries(x, ctx.rotation), keys, ctx.columns))
 
@@ -107,7 +107,7 @@ class Attention(nn.Module):
         """
         queries = F.linear(rows.take(x.flatten(0, 1)), *self.query_weights())
         q = self._query(rows.spread(queries).view(*x.shape[:2], -1), ctx.rotation)
-        attended = self._attended(q, self.keys(F.linear(x, *self.kv_weights()), ctx), None)
+        attended = self._attended(q, self.leave_keys(F.linear(x, *self.kv_weights()), ctx), None)
         return self.out(rows.take(attended.flatten(0, 1)))
 
     def _attended(self, q: Tensor, keys: Keys, columns: Tensor | None) -> Tensor:

@@ -156,7 +156,7 @@ class MoR(Method):
     def _keys_of(self, block: Block, hidden: Tensor, ctx: Context) -> Keys:
         """What every token leaves behind, for all recursions."""
         weights = block.attention.kv_weights()
-        return block.attention.keys(F.linear(block.norm_attention(hidden), *weights), ctx)
+        return block.attention.leave_keys(F.linear(block.norm_attention(hidden), *weights), ctx)
 
     # -- what others ask
 

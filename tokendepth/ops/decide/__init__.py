@@ -8,7 +8,7 @@ from torch import Tensor
 from tokendepth.ops.launch import serves, unknown_backend
 from tokendepth.ops.rows import Listed
 
-__all__ = ["Decision", "decide", "listed"]
+__all__ = ["Decision", "decide", "list_active"]
 
 
 class Decision(NamedTuple):
@@ -54,10 +54,10 @@ def decide(
     return Decision(active, logit, listed=listed and Listed(*listed))
 
 
-def listed(active: Tensor, states: Tensor) -> Listed | None:
+def list_active(active: Tensor, states: Tensor) -> Listed | None:
     """The list of active tokens `[batch, time]` where kernels serve `states`; None where rows are found otherwise."""
     if not serves(states):
         return None
-    from tokendepth.ops.decide.kernel import list_active
+    from tokendepth.ops.decide.kernel import list_active as run
 
-    return Listed(*list_active(active))
+    return Listed(*run(active))
