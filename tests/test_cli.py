@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -77,7 +78,9 @@ def test_evaluate_prints_one_json_object(run, capsys):
 
 def test_evaluate_prints_a_table_and_the_flips(run, capsys):
     main(["evaluate", str(run), "--no-timing"])
-    assert "decisions that differ between hard and sparse: 0" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "decisions that differ between hard and sparse: 0" in printed
+    assert re.search(r"hard: val loss \d[.]\d{4} \(\d[.]\d{4} bits per byte\), active fraction \d[.]\d{3}\n", printed)
 
 
 def test_the_test_split_is_not_kept_as_the_evaluation(run, capsys):

@@ -115,7 +115,9 @@ class Evaluate:
         else:
             for name in ("soft", "hard", "sparse", *result["controls"]):
                 figures = result[name] if name in result else result["controls"][name]
-                words = f"{self.split} loss {figures['loss']:.4f}, active fraction {figures['active_fraction']:.3f}"
+                bits = figures.get("bits_per_byte")
+                loss = f"{figures['loss']:.4f}" + (f" ({bits:.4f} bits per byte)" if bits is not None else "")
+                words = f"{self.split} loss {loss}, active fraction {figures['active_fraction']:.3f}"
                 print(f"{name.replace('_', ' '):>21}: {words}")
             print(f"decisions that differ between hard and sparse: {result['decision_flips']}")
         if self.split == "val" and self.budget is None:

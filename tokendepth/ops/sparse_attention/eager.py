@@ -18,18 +18,11 @@ def eager(
     On a GPU so many launches take longer than all else: there it is one call, every sequence's rows padded to the
     longest. A short sequence that is alone takes plain products.
     """
-    keys = k.shape[2]
+    keys, offset = k.shape[2], k.shape[2] - active.shape[1]
     key_position = torch.arange(keys, device=k.device)
     # Listed again: as `rows % time` of those there are, a compiler would put a division into every score.
     at = active.nonzero()
-    if columns is None:
-        second_half = max(0, keys // 2 - (keys - active.shape[1]))
-        counts = torch.stack([active[:, :second_half].sum(1), active[:, second_half:].sum(1)], 1)
-        position = at[:, 1:] + (keys - active.shape[1])
-    else:
-        early = active & (columns < keys // 2)
-        counts = torch.stack([early.sum(1), (active & ~early).sum(1)], 1)
-        position = columns[at[:, 0], at[:, 1]][:, None]
+    position = at[:, 1:] + offset if columns is None else columns[at[:, 0], at[:, 1]][:, None]
     seen = key_position <= position
     if key_valid is not None:
         seen &= key_valid[at[:, 0]] | (key_position == position)
@@ -38,6 +31,13 @@ def eager(
     if len(k) == 1 and q.shape[1] * active.shape[1] * keys <= FEW_SCORES:
         alone = torch.ops.tokendepth.lone_attention if compiles_inference() else _of_one_sequence
         return alone(q, k, v, bias)
+    if columns is None:
+        second_half = max(0, keys // 2 - offset)
+        halves = active[:, :second_half], active[:, second_half:]
+    else:
+        early = active & (columns < keys // 2)
+        halves = early, active & ~early
+    counts = torch.stack([half.sum(1) for half in halves], 1)
     attend = torch.ops.tokendepth.ragged_attention if compiles_inference() else _attend
     return attend(q, k, v, bias, counts)
 
