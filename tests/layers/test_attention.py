@@ -61,7 +61,7 @@ def context(shape: ModelConfig, execution: str = "soft", valid: Tensor | None = 
     return Context(execution, valid=valid, rotation=rotation)
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -94,7 +94,7 @@ def test_every_shape_by_hand(shape):
     attention, x = lively(Attention(shape, 0)), states()
     y = attention(x, context(shape))
     for b in range(len(x)):
-        close(y[b], by_hand(attention, shape, x[b]))
+        assert_close(y[b], by_hand(attention, shape, x[b]))
 
 
 @torch.no_grad()
@@ -112,7 +112,7 @@ def test_shared_keys_and_values_are_heads_of_their_own_repeated(kv_heads, execut
     for rows in (None, Rows(some(batch))):
         for keys in ("all", "active"):
             x, y = (block(states(batch), context(CLASSIC, execution), rows, keys=keys) for block in (grouped, full))
-            close(x, y)
+            assert_close(x, y)
 
 
 def test_which_projections_have_a_bias():
@@ -131,7 +131,7 @@ def test_queries_and_keys_are_normed_before_they_are_turned():
     rotation = context(shape).rotation
     projected = F.linear(x, attention.qkv.weight[:32]).unflatten(-1, (4, 8))
     normed = projected / (projected.square().mean(-1, keepdim=True) + 1e-5).sqrt() * attention.norm_q.weight
-    close(attention.queries(x, rotation), rotated(normed, rotation))
+    assert_close(attention.queries(x, rotation), rotated(normed, rotation))
     turned_first = rotated(projected, rotation)
     other = turned_first / (turned_first.square().mean(-1, keepdim=True) + 1e-5).sqrt() * attention.norm_q.weight
     assert not torch.allclose(attention.queries(x, rotation), other, atol=1e-2)
@@ -158,7 +158,7 @@ def test_packed_rows_are_the_unpacked_ones(shape, padded):
     whole = block(h, ctx, Rows(ctx.real(active)), keys="active").gather(1, index)
     there = torch.ones(2, 4, dtype=torch.bool) if valid is None else valid.gather(1, places)
     assert there.sum() == (7 if padded else 8)
-    close(packed[there], whole[there])
+    assert_close(packed[there], whole[there])
 
 
 @torch.no_grad()
@@ -173,7 +173,7 @@ def test_packed_rows_that_only_fill_up_are_seen_by_nobody(shape, padded):
     filled = block(h[:, [1, 4, 7, 9]], ctx.packed(places, there))
     real = [1, 3] if padded else [0, 1, 3]
     without = block(h[:, places[0, real]], ctx.packed(places[:, real]))
-    close(filled[:, real], without)
+    assert_close(filled[:, real], without)
     assert not torch.allclose(block(h[:, places[0]], ctx.packed(places))[:, 3], filled[:, 3], atol=1e-3)
 
 
@@ -192,7 +192,7 @@ def test_sparse_is_hard(shape, keys, batch):
             over = block.attention.leave_keys(kv, ctx)
         found[execution] = [block(h.clone(), ctx, Rows(active), keys=over, gate=g) for g in (None, gate)]
     for hard, sparse in zip(found["hard"], found["sparse"], strict=True):
-        close(sparse, hard)
+        assert_close(sparse, hard)
         assert torch.equal(sparse[~active], h[~active])
         assert (hard - h)[active].abs().amax(-1).min() > 1e-3
     assert not torch.allclose(*found["hard"], atol=1e-2), "the gate is seen"
@@ -207,7 +207,7 @@ def test_rows_that_are_gathered_while_training_are_those_that_are_masked(shape):
     gathered, masked = (
         block(h, context(shape), rows, gate=gate) for rows in (Rows(active, chosen=chosen), Rows(active))
     )
-    close(gathered, masked)
+    assert_close(gathered, masked)
     parameters = list(block.parameters())
     for a, b in zip(*(torch.autograd.grad(y.square().sum(), parameters) for y in (gathered, masked)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -222,7 +222,7 @@ def test_sequences_twice_are_the_sequences(shape):
     for mask in (None, valid):
         ctx = context(shape, valid=mask)
         once, twice = block(h, ctx), block(torch.cat([h, h]), ctx.twice())
-        close(twice, torch.cat([once, once]))
+        assert_close(twice, torch.cat([once, once]))
 
 
 # --- the mask ---------------------------------------------------------------------------------------------------------

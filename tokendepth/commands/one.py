@@ -105,6 +105,7 @@ class Evaluate:
         from tokendepth.measure.evaluate import evaluate
         from tokendepth.report import terminal_table
         from tokendepth.runs.run import Run
+        from tokendepth.train.progress import loss_in_words
 
         run = Run.open(self.run)
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "json")}
@@ -115,8 +116,7 @@ class Evaluate:
         else:
             for name in ("soft", "hard", "sparse", *result["controls"]):
                 figures = result[name] if name in result else result["controls"][name]
-                bits = figures.get("bits_per_byte")
-                loss = f"{figures['loss']:.4f}" + (f" ({bits:.4f} bits per byte)" if bits is not None else "")
+                loss = loss_in_words(figures["loss"], figures.get("bits_per_byte"))
                 words = f"{self.split} loss {loss}, active fraction {figures['active_fraction']:.3f}"
                 print(f"{name.replace('_', ' '):>21}: {words}")
             print(f"decisions that differ between hard and sparse: {result['decision_flips']}")

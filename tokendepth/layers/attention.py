@@ -79,7 +79,11 @@ class Attention(nn.Module):
 
         leaving: `[batch, time]`, who leaves a key and a value for others; None: every valid token does.
         """
-        k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in kv.chunk(2, dim=-1))
+        k, v = kv.chunk(2, dim=-1)
+        return self._leave(k, v, ctx, leaving)
+
+    def _leave(self, k: Tensor, v: Tensor, ctx: "Context", leaving: Tensor | None) -> Keys:
+        k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
         k = rotated(k if self.norm_k is None else self.norm_k(k), ctx.rotation)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         leaving = ctx.valid if leaving is None else leaving
@@ -94,8 +98,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, ctx: "Context", keys: Keys | None = None, leaving: Tensor | None = None) -> Tensor:
         """Every row: `[batch, time, d] -> [batch, time, d]`; among `keys`, or those that these rows leave."""
         if keys is None:
-            projected, kv = self.qkv(x).split([self.q_out, self.kv_out], dim=-1)
-            q, own = self._query(projected, ctx.rotation), self.leave_keys(kv, ctx, leaving)
+            # One cut into three: each further one would copy in the gradient.
+            projected, k, v = self.qkv(x).split([self.q_out, self.kv_out // 2, self.kv_out // 2], dim=-1)
+            q, own = self._query(projected, ctx.rotation), self._leave(k, v, ctx, leaving)
             return self.out(self._attended(q, own, ctx.columns if ctx.cache else None))
         return self.out(self._attended(self.queries(x, ctx.rotation), keys, ctx.columns))
 

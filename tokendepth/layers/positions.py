@@ -15,19 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tokendepth.config import ModelConfig
+from tokendepth.layers.exact_buffers import ExactBuffers
 from tokendepth.ops.sparse_block import Rotation
-
-
-class ExactBuffers(nn.Module):
-    """Buffers keep their precision when weights are rounded: a threshold or a frequency in bfloat16 is another one."""
-
-    def _apply(self, fn, recurse=True):
-        exact = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)
-        for name, buffer in self.named_buffers(recurse=False):
-            if buffer.dtype != exact[name].dtype:
-                setattr(self, name, exact[name].to(buffer.device))
-        return self
 
 
 class LearnedPositions(nn.Embedding):

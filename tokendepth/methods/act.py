@@ -69,7 +69,8 @@ class ACT(Method):
     def _step(self, step: int, hidden: Tensor, ctx: Context, running: Tensor) -> Tensor:
         """S for the running tokens; the state of the others stays as it is, for the others to attend to."""
         signalled = hidden + self.signal.weight[step]
-        stepped = self.block(signalled, replace(ctx, layer=step), Rows(running))
+        rows = Rows(running) if ctx.execution == "sparse" else None  # else the line below chooses
+        stepped = self.block(signalled, replace(ctx, layer=step), rows)
         return torch.where(running[..., None], stepped, hidden)
 
     def _goes_on(self, step: int, running: Tensor, left: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:

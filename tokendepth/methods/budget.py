@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from tokendepth.config import BudgetConfig, ModelConfig
 from tokendepth.context import Context, Rows
+from tokendepth.layers.exact_buffers import ExactBuffers
 from tokendepth.layers.norm import without_scale
-from tokendepth.layers.positions import ExactBuffers
 from tokendepth.layers.routers import Router
 from tokendepth.methods.base import Dial, Method, blocks_of, everyone
 from tokendepth.model import Block, MethodOutput

@@ -99,7 +99,8 @@ class MoR(Method):
             rows, own = still_in.take(hidden), still_in.context(ctx)
             logit = router(rows)
             if recursion:
-                chosen = self._top_k(logit, recursion, own, ctx, time)
+                share = 1 - recursion / self.recursions  # of all tokens, taken from those that are still in
+                chosen = top_k(logit, share, own, of=(time, ctx.valid))
                 losses.append(decision_loss(logit, chosen.as_mask(logit), own))
                 still_in, rows = still_in.among(chosen), chosen.take(rows)
                 own, logit = still_in.context(ctx), logit.gather(1, chosen.places)
@@ -110,10 +111,6 @@ class MoR(Method):
             hidden = still_in.add(hidden, self.knobs.alpha * torch.sigmoid(logit)[..., None] * rows)
             work.append(still_in.as_mask(hidden[..., 0].detach().float()))
         return hidden, work, {"decision": self.knobs.decision_loss * torch.stack(losses).mean()}
-
-    def _top_k(self, logit: Tensor, recursion: int, own: Context, ctx: Context, time: int) -> Selected:
-        """Of those that are still in, a share of all tokens of the sequence."""
-        return top_k(logit, 1 - recursion / self.recursions, own, of=(time, ctx.valid))
 
     # -- token choice
 

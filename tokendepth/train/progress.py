@@ -9,6 +9,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 console = Console(stderr=True, highlight=False)
 
 
+def loss_in_words(loss: float, bits_per_byte: float | None) -> str:
+    """Nats per token and, of a text, bits per byte, by which different tokens compare."""
+    return f"{loss:.4f}" + (f" ({bits_per_byte:.4f} bits per byte)" if bits_per_byte is not None else "")
+
+
 class TrainingProgress:
     """Step, loss, active fraction, tokens per second and time left."""
 
@@ -52,7 +57,7 @@ class TrainingProgress:
     def validation(self, step: int, row: dict[str, float]) -> None:
         """`row`: as metrics.jsonl has it."""
         if self.show and not self.live:
-            bits = f" ({row['val_bits_per_byte']:.4f} bits per byte)" if "val_bits_per_byte" in row else ""
-            numbers = f"validation loss {row['val_loss']:.4f}{bits}, active {row['val_active_fraction']:.3f}"
+            loss = loss_in_words(row["val_loss"], row.get("val_bits_per_byte"))
+            numbers = f"validation loss {loss}, active {row['val_active_fraction']:.3f}"
             numbers += f", {self.tokens_per_s:,.0f} tokens/s"
             console.print(f"{self.title}: step {step}/{self.steps}, {numbers}", markup=False, soft_wrap=True)

@@ -23,7 +23,7 @@ from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.runs.files import disk_faults
 from tokendepth.runs.run import Run
 from tokendepth.train.loop import train
-from tokendepth.train.progress import console
+from tokendepth.train.progress import console, loss_in_words
 from tokendepth.train.signals import StopSignals
 
 GPU_WORKERS = 8
@@ -184,7 +184,8 @@ class _Sweep:
             if self.each:
                 self.each(run)
             hard = (run.evaluation or {})["hard"]
-            self._say(f"{worker.name}: loss {hard['loss']:.4f}, active {hard['active_fraction']:.3f}, {seconds}")
+            loss = loss_in_words(hard["loss"], hard.get("bits_per_byte"))
+            self._say(f"{worker.name}: loss {loss}, active {hard['active_fraction']:.3f}, {seconds}")
             worker.log.unlink()
         elif not self.stop.received:
             self.outcome.failed[worker.name] = worker.last_words()
