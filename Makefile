@@ -8,7 +8,7 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all lint bench readme clean
+.PHONY: help demo test test-all lint bench paper readme clean
 
 help:
 	@echo "make demo    train a small model, evaluate it and write a report"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all  and those that take longer"
 	@echo "make lint    ruff, ruff format and pyright"
 	@echo "make bench   run the tests, then the benchmarks   (ARGS are the benchmarks')"
+	@echo "make paper   reproduce the paper and compare every method (ARGS=--quick: in miniature)"
 	@echo "make readme  make the README's tables and the pages in docs/ anew from results/"
 	@echo "make clean   remove .venv, build output and caches; runs/ stays"
 
@@ -36,18 +37,19 @@ lint: $(VENV)/.installed-dev
 # A benchmark of code that fails its tests says nothing, so the tests come first.
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n 2
-	@$(BIN)/tokendepth bench training $(ARGS)
+	@$(BIN)/tokendepth bench training --out results $(ARGS)
 
 readme: $(VENV)/.installed-dev
-	@$(BIN)/python -m tokendepth.report.speed
-	@$(BIN)/python -m tokendepth.report.readme
-	@$(BIN)/python -m tokendepth.studies.document
-	@$(BIN)/python -m tokendepth.studies.pages
-	@$(BIN)/python -m tokendepth.studies.wanted
+	@$(BIN)/python -m paper pages
+
+# Every table of the paper and of the comparison that has no row yet; hours without a GPU. `make paper ARGS=--quick` is a miniature.
+paper: $(VENV)/.installed-dev
+	@$(BIN)/python -m paper reproduce all $(ARGS)
+	@$(BIN)/python -m paper compare $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find tokendepth tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find tokendepth paper benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed-demo: $(INPUTS) | $(BIN)/python
 	@echo "Installing tokendepth into $(VENV) (only now and when versions change; PyTorch is large, so some minutes)"

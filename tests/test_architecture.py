@@ -21,19 +21,18 @@ LONGEST_FILE = 400
 
 # A unit is a file or folder directly in tokendepth/. It may import the units of every later layer.
 LAYERS: tuple[set[str], ...] = (
+    {"__main__"},
     {"cli"},
-    {"commands"},
-    {"arguments"},
-    {"studies"},
     {"recipes", "report", "hf", "serve", "analysis", "bench"},
-    {"infer", "measure", "train", "doctor"},
+    {"infer", "measure", "train"},
     {"methods", "data", "model"},
     {"layers", "cache", "context"},
     {"ops"},
     {"config", "method_configs", "checks", "runs", "trace", "errors"},
 )
+BESIDE = {"paper", "benchmarks", "tests"}  # not in the wheel: they import the package, never the other way round
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-SATELLITES = LAYERS[4]  # these never import each other; the units of every other layer may
+SATELLITES = LAYERS[2]  # these never import each other; the units of every other layer may
 ONLY = {"recipes": {"config", "errors"}, "report": {"config", "runs", "trace", "errors"}}
 
 TORCH_FREE = LAYERS[-1] | {"recipes", "report"}
@@ -44,7 +43,7 @@ CONFINED = {  # third-party package -> the only files in tokendepth/ that may im
     "matplotlib": r"report/.+",
     "jinja2": r"report/.+",
     "fastapi": r"serve/.+",
-    "tyro": r"cli\.py|commands/\w+\.py",
+    "tyro": r"cli/.+",
     "tokenizers": r"data/bpe\.py",
 }
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -135,6 +134,8 @@ def direction_problems(path: str, source: str) -> list[str]:
     for name in imports(path, source):
         top, _, rest = name.partition(".")
         target = rest.split(".")[0]
+        if top in BESIDE:
+            problems.append(f"{path} imports {name}, which an installed package does not have")
         if top != "tokendepth" or target in ("", unit, "__version__"):
             continue
         if unit in ONLY:
@@ -300,15 +301,16 @@ def test_readme_tree_equals_the_tracked_files(files):
         (direction_problems, "recipes/synthetic.py", "from tokendepth.runs.run import Run"),
         (direction_problems, "hf/export.py", "import importlib\nimportlib.import_module('tokendepth.serve')"),
         (direction_problems, "__init__.py", "from tokendepth.config import RunConfig"),
-        (direction_problems, "bench/training.py", "from tokendepth.studies import grid"),
+        (direction_problems, "bench/training.py", "from paper import grid"),
+        (direction_problems, "train/loop.py", "import benchmarks.faults.worker"),
         (direction_problems, "utils.py", ""),
         (torch_problems, "runs/run.py", "import torch"),
         (torch_problems, "report/page.py", "try:\n    from safetensors.torch import load\nexcept ImportError: pass"),
         (confinement_problems, "ops/rows/eager.py", "import triton.language as tl"),
         (confinement_problems, "report/__init__.py", "from transformers import AutoModel"),
         (confinement_problems, "train.py", "def plot():\n    import matplotlib.pyplot"),
-        (confinement_problems, "cli.py", "from jinja2 import Template"),
-        (confinement_problems, "cli.py", "import fastapi"),
+        (confinement_problems, "cli/main.py", "from jinja2 import Template"),
+        (confinement_problems, "cli/main.py", "import fastapi"),
         (confinement_problems, "config.py", "import tyro"),
         (confinement_problems, "data/tokenizer.py", "import tokenizers"),
         (method_problems, "measure/evaluate.py", "if isinstance(model.method, EarlyExit): pass"),
@@ -339,7 +341,7 @@ def test_rule_finds_the_offender(rule, path, source):
 @pytest.mark.parametrize(
     ("rule", "path", "source"),
     [
-        (direction_problems, "cli.py", "from tokendepth import report, train, __version__"),
+        (direction_problems, "cli/main.py", "from tokendepth import report, train, __version__"),
         (direction_problems, "methods/tsa.py", "from tokendepth.model import Block\nfrom . import base"),
         (torch_problems, "trace.py", "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch"),
         (confinement_problems, "ops/rows/kernel.py", "import triton"),

@@ -54,8 +54,7 @@ class Toy(Method):
         return tuple(block.site(f"block {n}", keys, routed=n > 0) for n, block in enumerate(blocks_of(self.blocks)))
 '''
 WHO_ASKS_FOR_ALL_METHODS = [
-    "test_config.py", "test_recipes.py", "test_architecture.py", "studies/test_compare.py", "bench/test_costs.py",
-    "infer/test_generate.py",
+    "test_config.py", "test_recipes.py", "test_architecture.py", "infer/test_generate.py",
 ]  # fmt: skip
 
 
@@ -69,7 +68,7 @@ def insert(path: Path, *, before: str, text: str) -> None:
 def tree(tmp_path_factory) -> Path:
     """The repository with one method more."""
     root = tmp_path_factory.mktemp("tree")
-    for name in ("tokendepth", "tests", "docs", "results"):
+    for name in ("tokendepth", "paper", "benchmarks", "tests", "docs", "results"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "Makefile", "pyproject.toml", "constraints.txt", "CONTRIBUTING.md", "LICENSE"):
         shutil.copy(ROOT / name, root)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paper.schematic import SCHEMATICS
 from tokendepth import data
 from tokendepth.config import BudgetConfig, DenseConfig, RunConfig, from_dict, method_name, override, to_dict
 from tokendepth.errors import UserError
 from tokendepth.methods import build
 from tokendepth.recipes import RECIPES, recipe, summary
-from tokendepth.report.schematic import SCHEMATICS
 from tokendepth.train.loop import resolve
 from tokendepth.train.ranks import Ranks
 from tokendepth.train.step import OptimiserStep, cosine

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from paper.initialisation import at_initialisation
 from tests.tiny import TEXT, tiny
-from tokendepth.analysis.initialisation import at_initialisation
 from tokendepth.analysis.routing import measure, rank_correlation
 from tokendepth.config import BudgetConfig, DataConfig, RunConfig, TSAConfig
 from tokendepth.data import load

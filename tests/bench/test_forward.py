@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny import tiny
 from tokendepth.bench import forward
-from tokendepth.cli import main
+from tokendepth.cli.main import main
 from tokendepth.config import BudgetConfig, DenseConfig, ModelConfig, TSAConfig
 from tokendepth.errors import UserError
 from tokendepth.measure.evaluate import evaluate
@@ -68,7 +68,7 @@ def evaluated(tmp_path, method, *, curve=False):
 
 
 def timed(run, tmp_path, capsys, *words: str) -> list[dict]:
-    main(["bench", "forward", "--run", str(run.path), "--device", "cpu", "--results", str(tmp_path), "--json", *words])
+    main(["bench", "forward", "--run", str(run.path), "--device", "cpu", "--out", str(tmp_path), "--json", *words])
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -137,7 +137,7 @@ def test_at_full_activity_the_kernels_compute_the_dense_model():
 )
 def test_bad_input_is_one_line(tmp_path, capsys, words):
     with pytest.raises(SystemExit) as stop:
-        main(["bench", "forward", *words, "--device", "cpu", "--results", str(tmp_path)])
+        main(["bench", "forward", *words, "--device", "cpu", "--out", str(tmp_path)])
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert words[1] in line

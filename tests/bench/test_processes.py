@@ -3,7 +3,7 @@
 import pytest
 
 from tokendepth.bench import processes
-from tokendepth.cli import main
+from tokendepth.cli.main import main
 from tokendepth.errors import UserError
 from tokendepth.runs.results import read_rows
 

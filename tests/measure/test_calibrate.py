@@ -9,7 +9,7 @@ import torch
 
 from tests.tiny import one_line, tiny, write_corpus
 from tokendepth import data
-from tokendepth.cli import main
+from tokendepth.cli.main import main
 from tokendepth.config import BudgetConfig, TSAConfig
 from tokendepth.errors import UserError
 from tokendepth.measure import calibrate

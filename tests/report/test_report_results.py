@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from paper.readme import render
 from tests.report.fakes import tsa_evaluation
 from tokendepth.errors import UserError
 from tokendepth.report import collect, markdown_table, rows
-from tokendepth.report.readme import render
 from tokendepth.report.results import records
 from tokendepth.report.summary import group
 from tokendepth.runs.results import add_rows, read_rows

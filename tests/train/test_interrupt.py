@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.processes import Server
 from tests.tiny import one_line, steady, tiny
-from tokendepth.bench.faults.processes import Server
 from tokendepth.config import RunConfig, TSAConfig
 from tokendepth.runs.run import Run
 from tokendepth.train import loop as train_module

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.faults.damage import stopped_run
 from tests.tiny import TEXT, hashes, one_line, steady, tiny, write_corpus
-from tokendepth.bench.faults.damage import stopped_run
 from tokendepth.config import BudgetConfig, DenseConfig, RunConfig, TSAConfig, to_dict
 from tokendepth.data import load, tokenizer_from_dict
 from tokendepth.errors import UserError
@@ -600,7 +600,7 @@ def test_two_ranks_train_as_one_does_on_the_same_global_batch(tmp_path):
 )
 def test_what_all_ranks_refuse_is_said_once(words, says, tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "tokendepth.cli", "train", "demo.dense", "--out", "run", *words]
+    command = ["-m", "tokendepth", "train", "demo.dense", "--out", "run", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*launch, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import hashes, one_line, tiny
-from tokendepth.cli import main
+from tokendepth.cli.main import main
 from tokendepth.config import BudgetConfig, DenseConfig, RunConfig
 from tokendepth.errors import UserError
 from tokendepth.recipes import recipe, variants
@@ -127,7 +127,7 @@ def long_sweep(folder: Path) -> tuple[subprocess.Popen, Run]:
     """A sweep in a process of its own whose one run trains by now."""
     cell = f"demo.dense:data.corpus={tiny(folder).data.corpus}:model.context=16:model.d-model=8:train.steps=4000"
     cell += ":train.checkpoint-every=4000"  # what is saved earlier is saved because it was stopped
-    words = [sys.executable, "-m", "tokendepth.cli", "sweep", cell, "--seeds", "1", "--out", str(folder / "out")]
+    words = [sys.executable, "-m", "tokendepth", "sweep", cell, "--seeds", "1", "--out", str(folder / "out")]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
     (name,) = variants(cell)
     metrics = folder / "out" / name / "metrics.jsonl"

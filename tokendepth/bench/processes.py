@@ -28,7 +28,7 @@ def measure(words: list[str], count: int, results: Path) -> Iterator[Row]:
 
 def _measured(words: list[str]) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tokendepth.cli", "bench", "forward", *words, "--json", "--results", folder]
+        command = [sys.executable, "-m", "tokendepth", "bench", "forward", *words, "--json", "--out", folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

@@ -4,7 +4,7 @@ import statistics
 
 from tokendepth.report.figures import Drawing, shorten
 from tokendepth.report.palette import colour, lone_mark
-from tokendepth.report.paper import Points
+from tokendepth.report.plots import Points
 from tokendepth.report.summary import Row
 from tokendepth.report.tradeoff import Place, tradeoff
 

@@ -9,7 +9,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from tokendepth.report.figures import WIDTH, Drawing, legend_below, render, style
 from tokendepth.report.palette import INK
-from tokendepth.report.paper import GREY, Points
+from tokendepth.report.plots import GREY, Points
 
 Place = tuple[float, float, float]
 """FLOPs per token, loss, and its standard deviation over the seeds."""

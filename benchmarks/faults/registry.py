@@ -1,0 +1,148 @@
+"""Every fault, how often it is tried and what is claimed of it.
+
+`python -m benchmarks faults` tries each as often as the table says; the tests try the same functions a few times.
+"""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.faults import damage, disk, exactness, kills, mutation
+from benchmarks.faults.outcome import Outcome, Tell
+from tokendepth.errors import UserError, did_you_mean
+from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.results import Row, add_rows
+
+MOST_FAILURES_KEPT = 10
+
+
+@dataclass(frozen=True)
+class Fault:
+    inject: Callable[[Path, int, Tell], Outcome]
+    count: int
+    """How often in full; where the cases are a list, all of them."""
+    title: str
+    claim: str
+    """What is true of every attempt that did not fail."""
+    on_gpu: bool = False
+
+
+FAULTS = {
+    "kill": Fault(
+        kills.kill, 500, "`kill -9` at a random moment, a save at every step",
+        "no resume refused, no saved step lost, the same bits in the end",
+    ),
+    "kill-rank": Fault(
+        kills.kill_rank, 50, "`kill -9` of one of two ranks under torchrun",
+        "the same: torchrun starts both again and they go on",
+    ),
+    "resume": Fault(
+        exactness.resume, 50, "stopped before every step of a run with dropout, and resumed",
+        "the same bits in the end",
+    ),
+    "gpu-resume": Fault(
+        exactness.gpu_resume, 5, "stopped and resumed on a GPU, bfloat16, CUDA graph, deterministic mode",
+        "the same bits in the end", on_gpu=True,
+    ),
+    "stop": Fault(
+        kills.stop, 100, "SIGTERM or SIGINT at a random moment, or inside the backward pass",
+        "saved within the step, exit code 143 or 130, the same bits in the end",
+    ),
+    "damage": Fault(
+        damage.damage, 24, "a file of a run missing, cut, emptied or with a flipped bit (12 files, 4 ways)",
+        "found and named; an unfinished run goes on to the same bits, a finished one is refused",
+    ),
+    "foreign": Fault(
+        exactness.foreign, len(exactness.FOREIGN), "another run's checkpoint in the place of its own, shapes alike",
+        "refused with what differs, no file changed; with its own put back, the same bits in the end",
+    ),
+    "mutation": Fault(
+        mutation.mutation, 10_000, "a mutated config, checkpoint, metrics, model, token cache or corpus",
+        "read as it was written, passed over for the one before, or refused in one line; no crash, no hang",
+    ),
+    "pickle": Fault(
+        damage.pickle, 12, "a pickle in the place of any file, with checksums that fit",
+        "never executed",
+    ),
+    "disk-full": Fault(
+        disk.full, 100, "a disk that is full from a random step on",
+        "one line, the last checkpoint intact, the same bits in the end",
+    ),
+    "read-only": Fault(
+        disk.read_only, 100, "a folder that is read-only from a random step on",
+        "one line, the last checkpoint intact, the same bits in the end",
+    ),
+    "not-finite": Fault(
+        exactness.not_finite, 84, "NaN or infinity in loss, gradient or weights",
+        "stopped before it was applied or saved, the same bits in the end",
+    ),
+    "finished": Fault(exactness.finished, 20, "a finished run, resumed", "no file changed"),
+    "second": Fault(
+        kills.second, 20, "a second process on the run folder of one at work",
+        "refused with the first one's name; free again when that is killed",
+    ),
+    "data-order": Fault(
+        exactness.data_order, 200, "the batches of a step on 2 and 4 ranks",
+        "those of one process at the same global batch",
+    ),
+    "layouts": Fault(
+        exactness.layouts, len(exactness.LAYOUTS), "the depth penalty's gradient, over ranks and accumulation",
+        f"equal to {exactness.GRADIENT_TOLERANCE:g}",
+    ),
+}  # fmt: skip
+
+
+def measure(device_name: str, results: Path, only: str | None, scale: float, tell: Callable) -> Iterator[Row]:
+    """Yield a row for each fault, or for those that `only` names, written to results/faults.json at once.
+
+    `scale` is the part of the full counts to try. `tell` is called with a name, how many are done and of how many.
+    """
+    device = choose_device(device_name)
+    names = [name.strip() for name in only.split(",")] if only else list(FAULTS)
+    for name in names:
+        if name not in FAULTS:
+            raise UserError(f"--only has {name!r}: no such fault; {did_you_mean(name, FAULTS)}")
+    if not 0 < scale <= 1:
+        raise UserError(f"--scale is {scale:g}; expected a number above 0, up to 1")
+    for name in names:
+        fault = FAULTS[name]
+        count = max(1, round(fault.count * scale))
+        with _undisturbed() as folder:
+            outcome = fault.inject(folder, count, lambda done, total, name=name: tell(name, done, total))
+            facts = environment(device if fault.on_gpu else torch.device("cpu"))
+        row = {
+            "fault": name,
+            "title": fault.title,
+            "claim": fault.claim,
+            "attempts": outcome.attempts,
+            "failed": len(outcome.failures),
+            "failures": outcome.failures[:MOST_FAILURES_KEPT],
+            "figures": outcome.figures,
+            "skipped": outcome.skipped,
+            "says": outcome.says,
+            **facts,
+        }
+        if not outcome.skipped:
+            add_rows(results / "faults.json", [row], identity=("fault", "device"))
+        yield row
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[Path]:
+    """A folder, with a token cache of its own, and one thread: bits depend on how many share a sum."""
+    threads, cache = torch.get_num_threads(), os.environ.get("TOKENDEPTH_CACHE")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TOKENDEPTH_CACHE"] = str(Path(folder) / "cache")
+        torch.set_num_threads(1)
+        try:
+            yield Path(folder)
+        finally:
+            torch.set_num_threads(threads)
+            del os.environ["TOKENDEPTH_CACHE"]
+            if cache is not None:
+                os.environ["TOKENDEPTH_CACHE"] = cache

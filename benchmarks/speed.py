@@ -1,0 +1,187 @@
+"""docs/SPEED.md and the README's headline: what skipping gives on the clock, from results/forward.json, beside what we
+want it to give: python -m benchmarks.speed
+"""
+
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from tokendepth.report.tables import piped
+from tokendepth.runs.files import write_bytes
+from tokendepth.runs.results import Row, read_rows
+
+INTRODUCTION = """# Skipping, on the clock
+
+A forward pass, head included, that skips what its routers decide to skip, against the fastest dense run of the same
+shape without routers: eager, compiled, with packed weights on a CPU, in a CUDA graph, or our own kernels at full
+activity, whichever was fastest there. Routers and the listing of active tokens are inside of the time; active tokens
+are at scattered positions; before anything was timed, the result was compared with masking. Conditions take turns in
+one process; times are medians.
+
+    efficiency = (speedup - 1) / (ceiling - 1)
+
+`ceiling` is the ratio of FLOPs, dense to executed: what arithmetic allows. `auto` is the execution that a measured
+profile chooses there, and how often it is as fast as the same weights run with masks. Measured by `tokendepth bench
+forward`; made from [results/forward.json](../results/forward.json) by `make readme`.
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """At active fractions up to `most`, from `least` on, a speedup or an efficiency of at least `value`."""
+
+    shape: str
+    on_gpu: bool
+    batches: tuple[int, ...]
+    least: float
+    most: float
+    figure: str
+    value: float
+
+    def concerns(self, row: Row) -> bool:
+        here = (row["shape"], _on_gpu(row)) == (self.shape, self.on_gpu) and row["batch"] in self.batches
+        return here and self.least <= row["asked"] <= self.most
+
+    def met(self, row: Row) -> bool:
+        return row[self.figure] is not None and row[self.figure] >= self.value
+
+    @property
+    def words(self) -> str:
+        return f"{self.value:.2f}x" if self.figure == "speedup" else f"efficiency {self.value:g}"
+
+
+_LARGE = (("gpt2", (16,)), ("d1024", (8,)))
+TARGETS = (
+    *(Target(shape, True, batches, 0, 0.6, "efficiency", 0.85) for shape, batches in _LARGE),
+    *(Target(shape, True, batches, 0.6001, 0.8, "speedup", 1.0) for shape, batches in _LARGE),
+    Target("paper", True, (64,), 0.726, 0.726, "speedup", 1.12),
+    Target("paper", True, (64,), 0.4, 0.4, "speedup", 1.4),
+    Target("paper", True, (64,), 0.1, 0.1, "speedup", 1.8),
+    Target("paper", True, (8,), 0.4, 0.4, "speedup", 1.1),
+    Target("paper", True, (1, 8), 0, 0.6, "speedup", 1.0),
+    Target("paper", False, (1, 8, 64), 0, 0.6, "efficiency", 0.8),
+    Target("paper", False, (1, 8, 64), 0.8, 0.8, "speedup", 1.0),
+)
+"""The first that concerns a row counts."""
+SHAPES = {
+    "paper": "d 256, 6 layers, vocabulary 6,064, context 256",
+    "gpt2": "d 768, 12 layers, vocabulary 50,304, context 1,024",
+    "d1024": "d 1,024, 24 layers, vocabulary 50,304, context 1,024",
+}
+
+
+TRAINING_TARGETS = {"d1024 L24 V50304, 8x1024": 0.75}
+"""By shape, what a step that skips may take of the dense one on a GPU."""
+
+
+def page(rows: list[Row], training: list[Row]) -> str:
+    parts = [INTRODUCTION]
+    if trained := [row for row in rows if row["positions"] == "trained"]:
+        parts.append(f"## Trained models that decide for themselves\n\n{headline(trained)}")
+    at_random = [row for row in rows if row["positions"] == "random"]
+    for (device, shape), found in groupby(sorted(at_random, key=_place), key=lambda row: (row["device"], row["shape"])):
+        parts.append(f"## {device}: {SHAPES[shape]}\n\n{_table(list(found))}")
+    if chosen := [row for row in rows if row["execution"] == "sparse"]:
+        parts.append(f"## What `auto` chooses\n\nAt its worst, over all rows above:\n\n{_auto(chosen)}")
+    if steps := [row for row in training if "budget_ratio" in row]:
+        parts.append(f"## An optimiser step that skips\n\n{_STEPS}\n{_steps(steps)}")
+    return "\n".join(parts)
+
+
+_STEPS = """With budget 0.4, trained for that one budget in one pass: output projection and feed-forward, since commit
+5be72f6 queries too, for active tokens alone, a fixed number of them. Interleaved with the dense step in one
+process (median and quartiles), by `tokendepth bench training`. Where the rest of the time goes is in the
+[log](LOG.md): attention is computed for all rows, and the optimiser knows nothing of skipping.
+"""
+
+
+AUTO_TARGETS = {"auto_over_hard": ("the same weights run densely", 0.98), "auto_over_dense": ("dense", 0.95)}
+
+
+def _auto(rows: list[Row]) -> str:
+    """Of each device the slowest choice, beside the same weights and beside a model without routers."""
+    lines = [["device", "speed over", "at the worst", "where", "wanted"], ["---", "---", "--:", "---", "---"]]
+    for device in dict.fromkeys(row["device"] for row in sorted(rows, key=_on_gpu, reverse=True)):
+        for figure, (words, wanted) in AUTO_TARGETS.items():
+            worst = min((row for row in rows if row["device"] == device), key=lambda row: row[figure])
+            where = f"{worst['shape']}, batch {worst['batch']}, active {worst['active_fraction']:.3f}"
+            verdict = f"{wanted:.2f}x: {'reached' if worst[figure] >= wanted else '**missed**'}"
+            lines.append([device, words, f"{worst[figure]:.3f}x", where, verdict])
+    return piped(lines)
+
+
+def _steps(rows: list[Row]) -> str:
+    lines = [["device", "shape", "dense, ms", "skipping, ms", "skipping / dense", "wanted", "commit"]]
+    lines.append(["---", "---", "--:", "--:", "--:", "---", "---"])
+    for row in rows:
+        ratio, wanted = row["budget_ratio"], TRAINING_TARGETS.get(row["shape"]) if _on_gpu(row) else None
+        verdict = "" if wanted is None else f"{wanted:g}: {'reached' if ratio[0] <= wanted else '**missed**'}"
+        times = [f"{row[name][0]:.2f}" for name in ("dense_ms", "budget_ms")]
+        spread = "{:.3f} ({:.3f} to {:.3f})".format(*ratio)
+        lines.append([f"{row['device']}, {row['dtype']}", row["shape"], *times, spread, verdict, row["commit"]])
+    return piped(lines)
+
+
+def _place(row: Row) -> tuple:
+    return not _on_gpu(row), row["device"], list(SHAPES).index(row["shape"]), row["batch"], row["asked"]
+
+
+def _on_gpu(row: Row) -> bool:
+    return not row["device"].startswith("CPU")
+
+
+def _table(rows: list[Row]) -> str:
+    titles = ["batch", "active", "fastest dense, ms", "which", "sparse, ms", "speedup", "ceiling", "efficiency",
+              "wanted", "auto"]  # fmt: skip
+    lines = [titles, ["--:" if title not in ("which", "wanted") else "---" for title in titles]]
+    lines += [_line(row) for row in rows]
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
+    about = f"{rows[0]['dtype']}; torch {rows[0]['torch']}, commit {commits}"
+    if count := len(rows[0].get("speedup_processes", ())):
+        about += f"; {count} processes, of each batch size the one in the middle"
+    return piped(lines) + f"\n{about}.\n"
+
+
+def _line(row: Row) -> list[str]:
+    wanted = next((target for target in TARGETS if target.concerns(row)), None)
+    verdict = "" if wanted is None else f"{wanted.words}: {'reached' if wanted.met(row) else '**missed**'}"
+    efficiency = "" if row["efficiency"] is None else f"{row['efficiency']:.2f}"
+    return [
+        str(row["batch"]), f"{row['active_fraction']:.3f}", f"{row['dense_ms'][0]:.2f}", row["best_dense"],
+        f"{row['sparse_ms'][0]:.2f}", f"{row['speedup']:.2f}x", f"{row['ceiling']:.2f}x", efficiency, verdict,
+        f"{row['auto']}, {row['auto_over_hard']:.2f}x",
+    ]  # fmt: skip
+
+
+def headline(rows: list[Row]) -> str:
+    """One line for each trained model and way to execute it; every figure of a line is of one checkpoint."""
+    devices = sorted({row["device"] for row in rows}, key=lambda device: not device.startswith("CPU"))
+    batches = sorted({row["batch"] for row in rows})
+    speeds = [f"speed on {device}, batch {' / '.join(map(str, batches))}" for device in devices]
+    lines = [["model", "executed", "validation loss", "work skipped", "FLOPs skipped", *speeds]]
+    lines.append(["---", "---", *("--:" for _ in lines[0][2:])])
+    found: dict[tuple, dict[tuple, Row]] = {}
+    for row in rows:
+        key = (row["run"], row["checkpoint"], row["execution"], row["asked"])
+        found.setdefault(key, {})[row["device"], row["batch"]] = row
+    order = {"dense": 0, "tsa": 1}
+    for key in sorted(found, key=lambda key: _order(key, found[key], order)):
+        cells, (run, _, execution, budget) = found[key], key
+        one = next(iter(cells.values()))
+        how = {"soft": "soft: a weighting", "sparse": "skipping" if budget is None else f"skipping, budget {budget:g}"}
+        skipped = [one.get(f"val_{name}", one[name]) for name in ("tlops_skipped", "flops_skipped")]
+        measured = [[cells.get((device, batch)) for batch in batches] for device in devices]
+        speed = [" / ".join("—" if row is None else f"{row['speedup']:.2f}x" for row in line) for line in measured]
+        label = "nothing to skip" if one["method"] == "dense" else how[execution]
+        lines.append([run, label, f"{one['val_loss']:.4f}", *(f"{100 * share:.1f}%" for share in skipped), *speed])
+    return piped(lines)
+
+
+def _order(key: tuple, cells: dict, order: dict[str, int]) -> tuple:
+    run, checkpoint, execution, budget = key
+    method = next(iter(cells.values()))["method"]
+    return order.get(method, 2), run, checkpoint, execution != "soft", -(budget or 0)
+
+
+def write(results: Path, page_path: Path) -> None:
+    write_bytes(page_path, page(read_rows(results / "forward.json"), read_rows(results / "training.json")).encode())

@@ -1,0 +1,126 @@
+"""Every method on one corpus: whatever its tables need and results/ does not hold yet is trained and measured.
+
+    from paper.compare import compare
+    compare("shakespeare", max_minutes=9)           # repeat it until it says that nothing is left
+
+First the runs, then the costs of each setting's first seed, when nothing else runs: the time of a forward pass on the
+CPU, the FLOPs of a training step, and what is in the cache of keys and values after reading a text. Costs need the
+trained model, so part of a call's time is kept for the runs that it has at hand; where only a row is left, the model is
+trained again, once there is nothing else to train.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paper import grid, settings, tables
+from paper.grid import Deadline, Progress
+from paper.outcomes import COSTS, Outcomes
+from paper.settings import RUNS, Comparison, Setting
+from tokendepth.config import RunConfig, from_dict
+from tokendepth.errors import UserError
+from tokendepth.runs.results import add_rows
+from tokendepth.runs.run import Run
+from tokendepth.train.progress import console
+
+TRAINING = 0.8
+"""Share of the time of a call after which no run is trained any more."""
+
+
+def compare(
+    corpus: str = "shakespeare",
+    *,
+    seeds: int | None = None,
+    quick: bool = False,
+    max_minutes: float | None = None,
+    out: Path = Path("runs/compare"),
+    results: Path = Path("results"),
+    workers: int | None = None,
+    show: bool = True,
+) -> Progress:
+    """Fill the rows of the comparison on `corpus`; run folders go to `out`, rows to `results`.
+
+    `quick` takes a miniature of everything, one seed on this CPU: it shows how it works and says nothing about any
+    method, so give it a `results` of its own.
+    """
+    comparison = settings.chosen(corpus)
+    if seeds is not None and seeds < 1:
+        raise UserError(f"--seeds is {seeds}; expected 1 or more")
+    if max_minutes is not None and not max_minutes > 0:
+        raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
+    count = 1 if quick else seeds or comparison.seeds
+    training, deadline = (Deadline.after(max_minutes and share * max_minutes) for share in (TRAINING, 1.0))
+    study = _Study(comparison, count, quick, training, deadline, out, results, workers, show)
+    study.train()
+    study.measure()
+    return study.progress
+
+
+@dataclass
+class _Study:
+    comparison: Comparison
+    seeds: int
+    quick: bool
+    training: Deadline
+    deadline: Deadline
+    out: Path
+    results: Path
+    workers: int | None
+    show: bool
+    progress: Progress = field(default_factory=Progress)
+
+    def say(self, line: str) -> None:
+        if self.show:
+            console.print(line, markup=False, soft_wrap=True)
+
+    def fill(self, configs: dict[str, RunConfig], rows: Path) -> None:
+        tokens = tables.MINIATURE_TOKENS if self.quick else self.comparison.tokens
+        how = {"workers": self.workers, "tokens": tokens, "here": self.quick, "show": self.show}
+        self.progress.add(grid.fill(configs, self.out, rows, self.training, **how))
+
+    # -- runs
+
+    def train(self) -> None:
+        configs = {
+            name: config
+            for setting in self.comparison.settings
+            for name, config in settings.runs(setting, self.comparison.corpus, self.seeds, quick=self.quick).items()
+        }
+        todo = grid.missing(configs, *(self.results / name for name in self.comparison.files))
+        self.say(f"{len(configs)} runs, {len(todo)} without a row in {self.results}")
+        self.fill(todo, self.results / RUNS)
+
+    # -- costs
+
+    def measure(self) -> None:
+        outcomes = Outcomes.read(self.results, self.comparison, quick=self.quick)
+        todo = [s for s in self.comparison.settings if outcomes.first_row(s) and outcomes.cost(s) is None]
+        self.say(f"{len(todo)} settings whose costs are not measured")
+        left = self._measure(outcomes, todo)
+        if left and not self.progress.left and not self.training.passed():
+            # Rows of the folders' own go where the folders go: what is lost with them is not taken for there.
+            self.fill({name: config for one in left for name, config in self._first(one).items()}, self.out / RUNS)
+            left = self._measure(outcomes, left)
+        self.progress.left += [f"costs of {setting.title}" for setting in left]
+
+    def _measure(self, outcomes: Outcomes, todo: list[Setting]) -> list[Setting]:
+        """The costs of those whose trained models are at hand, or that need none; the others are returned."""
+        from paper import costs
+
+        left = []
+        dense = outcomes.configs[self.comparison.settings[0]]  # six plain layers: all are timed against them
+        for setting in todo:
+            row, (name,) = outcomes.first_row(setting), self._first(setting)
+            assert row is not None
+            run = None if setting.method == "dense" else Run(self.out / name)
+            if self.deadline.passed() or (run is not None and not run.finished):
+                left.append(setting)
+                continue
+            at, repeats = setting.point(row), 3 if self.quick else 15
+            found = costs.measure(from_dict(row["config"]), run, at, dense, repeats=repeats)
+            add_rows(self.results / COSTS, [{"name": row["name"], "at": at, **found}], identity=("config", "at"))
+            self.say(f"{setting.title}: {found['time']['speedup']:.2f} of the dense speed")
+        return left
+
+    def _first(self, setting: Setting) -> dict[str, RunConfig]:
+        """The run of the first seed, by its name."""
+        return settings.runs(setting, self.comparison.corpus, 1, quick=self.quick)

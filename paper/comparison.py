@@ -1,0 +1,219 @@
+"""docs/COMPARISON.md and its figures, made from results/: every method on one corpus, in two tables.
+
+What has no row is `not run`.
+"""
+
+import textwrap
+from pathlib import Path
+
+from paper.evidence import NOT_RUN, needs_report_extra, show
+from paper.outcomes import OUTSIDE, Outcomes
+from paper.settings import COMPARISONS, LAYERS, SAME_FLOPS, SAME_PARAMETERS, Setting
+from tokendepth.report.summary import DASH, Stat
+from tokendepth.report.tables import piped
+from tokendepth.runs.files import disk_faults, write_bytes
+
+HEAD = f"""\
+# Every method, compared
+
+Every system of the paper, trained by one recipe, executed sparsely (what a token skips is not computed) and measured in
+one way. This page is generated from [results/](../results/) by `make readme`, and a test fails when it is stale. Its
+rows come from `python -m paper compare`; what has no row yet is `not run`. What each method is: [methods/](methods/).
+
+**Matched parameters** holds what has the dense model's parameters within {SAME_PARAMETERS:.0%}. Methods that share
+weights between layers get a wider feed-forward network for it; Switch, whose experts multiply them, a narrower one.
+
+**Matched FLOPs** holds everything. What a method executes cannot always be set, so the dense models come to it: beside
+each loss stands that of dense models at the same executed FLOPs, on the straight line between the numbers of layers,
+{min(LAYERS)} to {max(LAYERS)}, of the same seeds. Up to {SAME_FLOPS:.0%} beyond the ends the last one stands for it,
+since routers cost a little more than the layers that they guard; further off it is `outside`.
+
+- **loss**: nats per character on validation text, executed; mean ± standard deviation over n seeds.
+- **work skipped**: share of the method's own token-layer work that was not executed.
+- **FLOPs**: executed, per token, with routers and output head.
+- **training PFLOPs**: of the whole run, forward and backward, counted as they are dispatched, in 10^15.
+- **K/V bytes**: keys and values per token in float32, counted in the cache after reading validation text; `of` names
+  the room that the cache reserves where that is more, since its shapes are fixed.
+- **speed**: of a forward pass on a CPU, op by op, against the dense model with six layers, measured; above 1 is faster.
+  How much of what is skipped shows depends on the number of threads, and on compiling: [SPEED.md](SPEED.md) has two
+  cores and a GPU.
+"""
+NOTES = """\
+- Switch chooses among experts of one cost: it skips only what overflows, and saves no depth by design.
+- TSA and ACT cannot be told what to spend: two prices of depth are tried, not two budgets.
+- Exits are shown at that threshold whose work comes nearest to the budget on the first seed; its losses are not asked.
+- Budget and random routing are trained by two passes a step at budgets that are drawn on Tiny-Shakespeare, by one pass
+  at 0.4 on enwik8, where two passes and drawn budgets cost quality ([log](LOG.md)). So one model serves every budget on
+  the first only.
+- `two passes` skips nothing: routers keep and weigh all tokens, trained as budget routing is on Tiny-Shakespeare, by
+  two passes a step that are drawn together. `half the batch` is budget routing at the training cost of a dense step.
+"""
+TITLES = ["setting", "loss", "active", "work skipped", "FLOPs", "training PFLOPs", "parameters", "K/V bytes", "speed"]
+
+
+def document(all_outcomes: list[Outcomes], figures: dict[str, str]) -> str:
+    """The whole page; `figures` are Markdown by corpus."""
+    parts = [HEAD]
+    for outcomes in all_outcomes:
+        comparison = outcomes.comparison
+        parts.append(f"## {comparison.title}\n\n`python -m paper compare --data.corpus {comparison.corpus}`\n")
+        if comparison.tokens:
+            parts.append(
+                wrapped(f"Evaluated on the first {comparison.tokens:,} characters of the validation text.") + "\n"
+            )
+        parts.append(f"### Matched parameters\n\n{matched_parameters(outcomes)}")
+        parts.append(f"### Matched FLOPs\n\n{matched_flops(outcomes)}")
+        parts.append(verdicts(outcomes))
+        parts.append(trained_alike(outcomes))
+        if timed := _timed(outcomes):
+            parts.append(f"Timed on {timed}.\n")
+        parts.append(figures.get(comparison.corpus, ""))
+    parts.append(f"## What to know\n\n{NOTES}")
+    return "\n".join(part for part in parts if part).rstrip() + "\n"
+
+
+def wrapped(text: str) -> str:
+    """Lines of a length that a difference can be read in; those of a list's item below each other."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+
+def matched_parameters(outcomes: Outcomes) -> str:
+    rows = []
+    for setting in outcomes.comparison.settings:
+        if outcomes.has_matched_parameters(setting):
+            cells, difference = _cells(outcomes, setting), outcomes.against_six_layers(setting)
+            itself = setting == outcomes.comparison.settings[0]
+            words = difference.text("+.2%") if difference and not itself else DASH
+            rows.append([*cells[:2], words, *cells[2:]])
+    return table([*TITLES[:2], "difference to dense, 6 layers", *TITLES[2:]], rows)
+
+
+def matched_flops(outcomes: Outcomes) -> str:
+    rows = []
+    for setting in outcomes.comparison.settings:
+        cells = _cells(outcomes, setting)
+        rows.append([*cells[:2], *beside(outcomes, setting), *cells[2:]])
+    return table([*TITLES[:2], "dense, same FLOPs", "difference", *TITLES[2:]], rows)
+
+
+def table(titles: list[str], rows: list[list[str]], *, words: int = 1) -> str:
+    """The first `words` columns are words, the others numbers."""
+    rows = rows or [[NOT_RUN, *[""] * (len(titles) - 1)]]
+    lines = [titles, ["---"] * words + ["--:"] * (len(titles) - words), *rows]
+    return piped(lines)
+
+
+def _cells(outcomes: Outcomes, setting: Setting) -> list[str]:
+    """In the order of TITLES."""
+    loss = outcomes.stat(setting, "loss")
+    if loss is None:
+        return [setting.title, NOT_RUN, *[""] * (len(TITLES) - 2)]
+    forms = {"active_fraction": ".3f", "tlops_skipped": ".1%", "flops_per_token": ",.0f"}
+    means = [_mean(outcomes.stat(setting, name), form) for name, form in forms.items()]
+    parameters = _mean(outcomes.stat(setting, "parameters"), ",.0f")
+    cost, costs = outcomes.cost(setting), outcomes.costs_of(setting)
+    if cost is None or costs is None:
+        return [setting.title, show(loss), *means, NOT_RUN, parameters, NOT_RUN, NOT_RUN]
+    stored, room = cost["kv_bytes_per_token"], cost["kv_bytes_reserved_per_token"]
+    kept = f"{stored:,.0f}" + (f" of {room:,.0f}" if stored < room else "")
+    training, speed = f"{costs['training FLOPs'] / 1e15:.2f}", f"{cost['time']['speedup']:.2f}"
+    return [setting.title, show(loss), *means, training, parameters, kept, speed]
+
+
+def _mean(stat: Stat | None, form: str) -> str:
+    assert stat is not None, "what has a loss has them all"
+    return format(stat.mean, form)
+
+
+def trained_alike(outcomes: Outcomes) -> str:
+    """Is it the routing, or that training saw every sequence twice? Budget routing beside models that did too."""
+    if not outcomes.of("two_passes"):
+        return ""
+    trained = [setting for setting in outcomes.of("budget") if setting.level != "any"]
+    rows = [
+        [s.title, show(loss), *beside(outcomes, s, "two_passes")] for s in trained if (loss := outcomes.stat(s, "loss"))
+    ]
+    titles = ["setting", "loss", "two passes, same FLOPs", "difference"]
+    words = (
+        "Budget routing against models of the same executed FLOPs that skip nothing and were trained by two passes too:"
+    )
+    return f"{wrapped(words)}\n\n{table(titles, rows)}"
+
+
+def beside(outcomes: Outcomes, setting: Setting, line: str = "dense") -> tuple[str, str]:
+    """The loss of dense models at the same executed FLOPs, and how far from it this one is."""
+    if setting.method == line:
+        return DASH, DASH
+    found = outcomes.beside(setting, line)
+    if found is None:
+        return NOT_RUN, ""
+    if found == OUTSIDE:
+        return OUTSIDE, DASH
+    dense, difference = found
+    return f"{dense.mean:.4f}", difference.text("+.2%")
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+FAR = 0.02
+WHY = "since those of one setting lie nearly as far apart on Tiny-Shakespeare"
+
+
+def judge(difference: Stat) -> str:
+    """Better or worse than dense models of the same cost, or neither; one seed decides what is far from them."""
+    if difference.std is None and abs(difference.mean) <= FAR:
+        return "undecided"
+    if difference.std is not None and abs(difference.mean) <= 2 * difference.std:
+        return "even"
+    return "better" if difference.mean < 0 else "worse"
+
+
+def verdicts(outcomes: Outcomes) -> str:
+    """Who beats dense models of the same executed FLOPs, by rule."""
+    found: dict[str, list[str]] = {"better": [], "even": [], "undecided": [], "worse": [], OUTSIDE: []}
+    for setting in outcomes.comparison.settings:
+        if setting.method == "dense":
+            continue
+        against = outcomes.beside(setting)
+        if against == OUTSIDE:
+            found[OUTSIDE].append(setting.title)
+        elif against is not None:
+            found[judge(against[1])].append(setting.title)
+    if not any(found.values()):
+        return ""
+    rule = f"by more than two standard deviations over the seeds; one seed alone is undecided up to {FAR:.0%}, {WHY}"
+    lines = [wrapped(f"Against dense models of the same executed FLOPs ({rule}):"), ""]
+    shown = {name: titles for name, titles in found.items() if titles or name in ("better", "worse")}
+    lines += [wrapped(f"- {name}: {'; '.join(titles) or 'none'}.") for name, titles in shown.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _timed(outcomes: Outcomes) -> str:
+    times = [cost["time"] for s in outcomes.comparison.settings if (cost := outcomes.cost(s))]
+    return "; ".join(dict.fromkeys(f"{t['device']}, {t['batch']} sequences of {t['context']} tokens" for t in times))
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write(results: Path, path: Path, *, quick: bool = False) -> Path:
+    """The page at `path` and its figures in `figures/` beside it; what has no numbers is not drawn."""
+    with needs_report_extra(results):
+        from paper.tradeoffs import draw
+
+    all_outcomes = [Outcomes.read(results, comparison, quick=quick) for comparison in COMPARISONS.values()]
+    folder, figures = path.parent / "figures", {}
+    with disk_faults(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for outcomes in all_outcomes:
+        if drawing := draw(outcomes):
+            write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
+            write_bytes(folder / f"{drawing.name}.png", drawing.png)
+            picture = f"![](figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
+            figures[outcomes.comparison.corpus] = picture
+    write_bytes(path, document(all_outcomes, figures).encode())
+    return path

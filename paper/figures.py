@@ -1,0 +1,181 @@
+"""From results/ to the paper's figures; one that has no numbers is not drawn."""
+
+from paper.architecture import architecture
+from paper.evidence import BITS, Evidence
+from paper.open_questions import LEVELS, MODELS
+from paper.tables import (
+    DENSE,
+    EARLY_EXIT,
+    ENWIK8_DENSE,
+    ENWIK8_TSA,
+    LAYERS,
+    PENALTIES,
+    TSA,
+    fewer,
+    penalty,
+)
+from tokendepth.config import PAPER_THRESHOLDS
+from tokendepth.report.figures import Drawing
+from tokendepth.report.heatmap import token_map
+from tokendepth.report.plots import BLUE, GREEN, GREY, VERMILLION, Points, curves, milestones, scatter
+from tokendepth.report.records import Passage
+from tokendepth.report.summary import Stat
+
+Point = tuple[float, float, float]
+LOSS = "validation loss\n(nats per character)"
+
+
+def draw(evidence: Evidence) -> list[Drawing]:
+    made = [
+        architecture(),
+        _curves(evidence, "shakespeare", "Tiny-Shakespeare", DENSE, TSA),
+        _curves(evidence, "enwik8", "enwik8", ENWIK8_DENSE, ENWIK8_TSA),
+        _penalties(evidence),
+        _exits(evidence),
+        _heat_map(evidence),
+        _wall_clock(evidence),
+        _milestones(evidence),
+    ]
+    return [drawing for drawing in made if drawing]
+
+
+def _curves(e: Evidence, name: str, title: str, dense: str, tsa: str) -> Drawing | None:
+    histories = {
+        label: [row.get("history", []) for row in e.rows(experiment)]
+        for label, experiment in (("dense", dense), ("TSA, penalty 0.001", tsa))
+    }
+    caption = (
+        f"{title}: validation loss over steps and over cumulative token-layer operations, one line per seed, on the "
+        "first 262,144 characters of the validation split where it has so many. TLOps weigh a layer by its gate; "
+        "training computes every layer, so the right panel shows neither FLOPs nor time."
+    )
+    return curves(f"reproduction-{name}", caption, histories)
+
+
+def _point(x: Stat | None, y: Stat | None) -> list[Point]:
+    return [] if x is None or y is None else [(x.mean, y.mean, y.std or 0.0)]
+
+
+def _at(e: Evidence, label: str, mode: str) -> list[Point]:
+    return _point(e.stat(label, mode, "active_fraction"), e.stat(label, mode, "loss"))
+
+
+def _dense(e: Evidence) -> Points:
+    """Dense models with fewer layers, at the share of the routed blocks that they keep."""
+    full = e.configs[DENSE].model.n_layer
+    points = [
+        ((n - 1) / (full - 1), loss.mean, loss.std or 0.0)
+        for n in (full, *LAYERS)
+        if (loss := e.stat(DENSE if n == full else fewer(n), "hard", "loss"))
+    ]
+    return Points("dense, fewer layers (the control)", points, GREY, "D", "solid")
+
+
+def _penalties(e: Evidence) -> Drawing | None:
+    published = [
+        (row["active_fraction"], row["loss"], 0.0)
+        for row in (e.published("penalty", f"penalty {value:g}") for value in PENALTIES)
+    ]
+    ours = {mode: [p for value in PENALTIES for p in _at(e, penalty(value), mode)] for mode in ("soft", "hard")}
+    if len(ours["soft"]) < 2:  # one penalty is no sweep
+        return None
+    as_published = Points("published (soft, one seed)", published, GREY, "x", "dotted")
+    soft = Points("TSA, soft: nothing is skipped", ours["soft"], BLUE, "o", (0, (2, 1.5)), filled=False)
+    hard = Points("TSA, executed", ours["hard"], VERMILLION, "s", "none")
+    caption = (
+        "The depth penalty, 0 to 0.5. Left: the paper's mode, in which every layer is computed. Right: the same models "
+        "executed at their threshold, on another scale, with dense models of n = 2 to 6 layers at (n - 1) / 5, the "
+        "share of the routed blocks that they keep. The penalty grows from right to left. Bars: standard deviations."
+    )
+    panels = {"soft": [as_published, soft], "executed (other scale)": [hard, _dense(e)]}
+    return scatter("reproduction-penalty", caption, LOSS, panels)
+
+
+def _exits(e: Evidence) -> Drawing | None:
+    ours, read = (
+        [
+            point
+            for threshold in PAPER_THRESHOLDS
+            for point in _point(
+                e.at_threshold(EARLY_EXIT, threshold, mode, "active_fraction"),
+                e.at_threshold(EARLY_EXIT, threshold, mode, "loss"),
+            )
+        ]
+        for mode in ("sparse", "read_early")
+    )
+    if not ours:
+        return None
+    published = [
+        (row["active_fraction"], row["loss"], 0.0)
+        for row in (e.published("early-exit", f"threshold {t:.2f}") for t in PAPER_THRESHOLDS)
+    ]
+    tsa = e.published("matched", "TSA")
+    left = [
+        Points("early exit", published, BLUE, "o"),
+        Points("TSA, soft: nothing is skipped", [(tsa["active_fraction"], tsa["loss"], 0.0)], VERMILLION, "*", "none"),
+    ]
+    right = [
+        Points("early exit", ours, BLUE, "o"),
+        Points("early exit, nothing skipped", read, BLUE, "o", (0, (2, 1.5)), filled=False),
+        Points("TSA, soft: nothing is skipped", _at(e, TSA, "soft"), VERMILLION, "*", "none"),
+        Points("TSA, executed", _at(e, TSA, "hard"), VERMILLION, "s", "none"),
+        _dense(e),
+    ]
+    caption = (
+        "Early exit at 13 thresholds against TSA at penalty 0.001, published and ours. Ours counts the stem once and "
+        "is executed, but for hollow circles, where exits are counted and not taken; dense models of n layers stand at "
+        "(n - 1) / 5. Bars: standard deviations."
+    )
+    return scatter("reproduction-early-exit", caption, LOSS, {"published": left, "ours (other scale)": right})
+
+
+def _heat_map(e: Evidence) -> Drawing | None:
+    tree = next((row["passage"] for row in e.rows(TSA, "routing") if row.get("passage")), None)
+    if tree is None:
+        return None
+    passage = Passage(tree["pieces"], tree["sites"], tree["soft"], tree["hard"], tree["surprisal"])
+    return token_map(passage, "reproduction-routing", "TSA at penalty 0.001 on Shakespeare's validation text, seed 0")
+
+
+def _wall_clock(e: Evidence) -> Drawing | None:
+    rows = [row for row in e.wallclock if row["condition"] == "sparse"]
+    batch = (e.timed(condition="soft") or {}).get("batch")
+    published = [(r["active_fraction"], r["speedup"], 0.0) for r in e.paper if r["table"] == "wall-clock"]
+    series = [Points("published: M1 Pro, FFN, contiguous", published, GREY, "x", "dotted")]
+    looks = {"ffn": (BLUE, "FFN skipped"), "block": (GREEN, "block skipped")}
+    for skip, (colour, words) in looks.items():
+        for positions in ("contiguous", "random"):
+            points = sorted(
+                (row["active_fraction"], row["speedup"], 0.0)
+                for row in rows
+                if (row["skip"], row["positions"], row["batch"]) == (skip, positions, batch)
+            )
+            filled = positions == "contiguous"
+            line = "solid" if filled else "dashed"
+            series.append(Points(f"{words}, {positions}", points, colour, "o" if filled else "s", line, filled))
+    if not any(one.points for one in series[1:]):
+        return None
+    device = rows[0]["device"]
+    caption = (
+        f"Wall-clock speed-up of a forward pass over the active fraction, ours on {device} at batch {batch}, float32. "
+        "The dashed lines mark the paper's operating points; above the grey line is faster than dense."
+    )
+    marks = {"Shakespeare 0.726": 0.726, "enwik8 0.833": 0.833}
+    return scatter("reproduction-wall-clock", caption, "speed-up over dense", {"": series}, marks=marks, level=1.0)
+
+
+def _milestones(e: Evidence) -> Drawing | None:
+    levels = [f"{level} {unit}" for unit in ("bits", "nats") for level in LEVELS]
+    rows = {
+        name: [e.steps_to(label, level / unit) for unit in (BITS, 1.0) for level in LEVELS]
+        for name, label in MODELS.items()
+    }
+    caption = (
+        "Steps to a validation loss of 2.5, 2.0 and 1.8, in bits and in nats, validated every 250 steps on the first "
+        "262,144 characters of the validation split where it has so many; one dot per seed, a cross where it never "
+        "came. Diamonds: published for enwik8, in bits."
+    )
+    steps = max(e.configs[label].train.steps for label in MODELS.values())
+    said = e.published("convergence", "enwik8, baseline and TSA")["steps"]
+    published = {(name, f"{level} bits"): step for name in MODELS if "enwik8" in name for level, step in said.items()}
+    return milestones("reproduction-milestones", caption, rows, levels, steps, published)

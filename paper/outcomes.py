@@ -1,0 +1,199 @@
+"""What results/ holds of each setting of a comparison: numbers over seeds, costs, and the dense models beside it."""
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from paper import settings
+from paper.evidence import by_experiment
+from paper.grid import same
+from paper.settings import SAME_FLOPS, SAME_PARAMETERS, Comparison, Setting
+from tokendepth.config import RunConfig, from_dict
+from tokendepth.report.summary import Stat
+from tokendepth.runs.results import Row, read_rows
+
+COSTS = "compare_costs.json"
+OUTSIDE = "outside"
+Beside = tuple[Stat, Stat] | Literal["outside"] | None
+"""Loss of dense models at the same cost and the difference to it, where dense models are on both sides of it."""
+
+
+@dataclass(frozen=True)
+class Executed:
+    """One seed of a setting, as it was executed."""
+
+    seed: int
+    loss: float
+    active_fraction: float
+    tlops_skipped: float
+    flops_per_token: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    comparison: Comparison
+    configs: dict[Setting, RunConfig]
+    """Of the first seed."""
+    rows: dict[str, dict[int, Row]]
+    """By experiment, then by seed."""
+    costs: dict[tuple[str, float | None], Row]
+    """By experiment and point of its curve."""
+
+    @classmethod
+    def read(cls, results: Path, comparison: Comparison, *, quick: bool = False) -> "Outcomes":
+        def rows(name: str) -> list[Row]:
+            return read_rows(results / name) if (results / name).exists() else []
+
+        configs = {
+            setting: next(iter(settings.runs(setting, comparison.corpus, 1, quick=quick).values()))
+            for setting in comparison.settings
+        }
+        costs = {(_experiment(from_dict(row["config"])), row["at"]): row for row in rows(COSTS)}
+        return cls(comparison, configs, by_experiment([r for name in comparison.files for r in rows(name)]), costs)
+
+    def _seeds(self, setting: Setting) -> dict[int, Row]:
+        """Those that all dense models have, as soon as they have any; of a point of a curve, those that have it."""
+        ran = self.rows.get(_experiment(self.configs[setting]), {})
+        dense = [set(self.rows.get(_experiment(self.configs[one]), {})) for one in self.of("dense")]
+        shared = set.intersection(*dense)
+        found = {seed: row for seed, row in ran.items() if not shared or seed in shared}
+        if setting.skips is not None:  # the point is chosen from the curve
+            return {seed: row for seed, row in found.items() if row["evaluation"]["curve"]}
+        return {seed: row for seed, row in found.items() if _point(row, setting.budget)}
+
+    def first_row(self, setting: Setting) -> Row | None:
+        return self._seeds(setting).get(0)
+
+    def cost(self, setting: Setting) -> Row | None:
+        row = self.first_row(setting)
+        return None if row is None else self.costs.get((_experiment(self.configs[setting]), setting.point(row)))
+
+    def costs_of(self, setting: Setting) -> dict[str, float] | None:
+        """What a setting costs besides the FLOPs of its execution; times are those of the dense model's one."""
+        row, parameters = self.cost(setting), self.stat(setting, "parameters")
+        if row is None or parameters is None:
+            return None
+        model, train = self.configs[setting].model, self.configs[setting].train
+        tokens = train.steps * train.batch_size * model.context
+        return {
+            "training FLOPs": row["training_flops_per_token"] * tokens,
+            "parameters": parameters.mean,
+            "keys and values": row["kv_bytes_per_token"],
+            "time": 1 / row["time"]["speedup"],
+        }
+
+    def dense_costs(self, flops: float) -> dict[str, float] | None:
+        """What dense models of the same executed FLOPs cost, on the straight line between them; none is outside."""
+        line = []
+        for one in self.of("dense"):
+            place, costs = self.stat(one, "flops_per_token"), self.costs_of(one)
+            if place is None or costs is None:
+                return None
+            line.append((place.mean, costs))
+        line.sort(key=lambda one: one[0])
+        found = {name: interpolate([(x, costs[name]) for x, costs in line], flops) for name in line[0][1]}
+        return {name: float(cost) for name, cost in found.items() if cost != OUTSIDE} or None
+
+    def executed(self, setting: Setting) -> list[Executed]:
+        """By seed; a setting that is chosen on its first seed needs that one."""
+        first = self.first_row(setting)
+        if first is None:
+            return []
+        at, seeds = setting.point(first), self._seeds(setting)
+        found = ((seed, seeds[seed], _point(seeds[seed], at)) for seed in sorted(seeds))
+        return [_executed(seed, row, figures) for seed, row, figures in found if figures]
+
+    def stat(self, setting: Setting, name: str) -> Stat | None:
+        values = tuple(getattr(one, name) for one in self.executed(setting))
+        return Stat(values) if values else None
+
+    def curve(self, setting: Setting) -> list[tuple[float, float, float]]:
+        """FLOPs per token, mean loss and its standard deviation at every point of a model's curve, cheapest first."""
+        curves = [row["evaluation"]["curve"] for row in self._seeds(setting).values()]
+        places = []
+        for points in zip(*curves, strict=True) if all(curves) else ():
+            cost, loss = (
+                Stat(tuple(p["flops_per_token"] for p in points)),
+                Stat(tuple(p["sparse"]["loss"] for p in points)),
+            )
+            places.append((cost.mean, loss.mean, loss.std or 0.0))
+        return sorted(places)
+
+    def has_matched_parameters(self, setting: Setting) -> bool:
+        mine, dense = (self.stat(one, "parameters") for one in (setting, self.comparison.settings[0]))
+        return mine is not None and dense is not None and abs(mine.mean / dense.mean - 1) <= SAME_PARAMETERS
+
+    # -- the dense models
+
+    def of(self, method: str) -> list[Setting]:
+        return [setting for setting in self.comparison.settings if setting.method == method]
+
+    def beside(self, setting: Setting, line: str = "dense") -> Beside:
+        """Seed by seed, on the line through that seed's dense models: a seed's luck with its data is then in both.
+
+        `line` may be another method that skips nothing.
+        """
+        pairs = list(self._pairs(setting, self.of(line)))
+        if not pairs:
+            return None
+        if any(dense == OUTSIDE for _, dense in pairs):
+            return OUTSIDE
+        dense = Stat(tuple(float(dense) for _, dense in pairs))
+        return dense, Stat(tuple(loss / float(dense) - 1 for loss, dense in pairs))
+
+    def against_six_layers(self, setting: Setting) -> Stat | None:
+        """The difference to the dense model with six layers, seed by seed, whatever the two cost."""
+        dense = {one.seed: one.loss for one in self.executed(self.comparison.settings[0])}
+        values = tuple(one.loss / dense[one.seed] - 1 for one in self.executed(setting) if one.seed in dense)
+        return Stat(values) if values else None
+
+    def _pairs(self, setting: Setting, line_of: list[Setting]) -> Iterator[tuple[float, float | str]]:
+        by_seed: dict[int, list[tuple[float, float]]] = {}
+        for layers in line_of:
+            for one in self.executed(layers):
+                by_seed.setdefault(one.seed, []).append((one.flops_per_token, one.loss))
+        for one in self.executed(setting):
+            line = sorted(by_seed.get(one.seed, []))
+            if line and len(line) == len(line_of):
+                yield one.loss, interpolate(line, one.flops_per_token)
+
+
+def interpolate(line: list[tuple[float, float]], x: float) -> float | str:
+    """The height at `x` of the straight pieces between the points of `line`, or that it does not reach so far.
+
+    Just beyond an end its height still counts: routers cost a little more than the layers that they guard.
+    """
+    places = [place for place, _ in line]
+    if not places[0] * (1 - SAME_FLOPS) <= x <= places[-1] * (1 + SAME_FLOPS):
+        return OUTSIDE
+    right = bisect.bisect_left(places, x)
+    if right in (0, len(line)):
+        return line[min(right, len(line) - 1)][1]
+    (x0, y0), (x1, y1) = line[right - 1], line[right]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def _experiment(config: RunConfig) -> str:
+    return same(config, seed=False)
+
+
+def _point(row: Row, at: float | None) -> Row | None:
+    """The evaluation of a row, or what its curve has at one place; without a dial that is the evaluation, too."""
+    points = row["evaluation"]["curve"]
+    if at is None or (not points and row["evaluation"].get("budget") == at):
+        return row["evaluation"]
+    return next((point for point in points if at in (point.get("budget"), point.get("threshold"))), None)
+
+
+def _executed(seed: int, row: Row, figures: Row) -> Executed:
+    return Executed(
+        seed=seed,
+        loss=figures["sparse"]["loss"],
+        active_fraction=figures["sparse"]["active_fraction"],
+        tlops_skipped=figures["tlops_skipped"],
+        flops_per_token=figures["flops_per_token"],
+        parameters=row["evaluation"]["parameters"],
+    )

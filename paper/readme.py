@@ -1,0 +1,121 @@
+"""The README's generated parts: whatever stands between `<!-- KIND: FILE -->` and `<!-- end -->` is made from FILE.
+
+Its figures are drawn into docs/figures/.
+"""
+
+import re
+from pathlib import Path
+
+from benchmarks.speed import headline
+from tokendepth.report.results import at_budgets, records
+from tokendepth.report.summary import Stat, group
+from tokendepth.report.tables import markdown_table
+from tokendepth.runs.files import write_bytes
+from tokendepth.runs.results import Row, read_rows
+
+PART = re.compile(r"(<!-- (results|headline|paper|training|faults): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def render(text: str, root: Path) -> str:
+    """`text` with every generated part made anew from the files under `root`."""
+    makers = {
+        "results": lambda path: markdown_table(group(at_budgets(records(path))), brief=True),
+        "headline": lambda path: headline([row for row in read_rows(path) if row["positions"] == "trained"]),
+        "paper": _paper_table,
+        "training": _training_table,
+        "faults": _faults_table,
+    }
+    return PART.sub(lambda m: m[1] + makers[m[2]](root / m[3]) + m[5], text)
+
+
+PAPER = {
+    ("Tiny-Shakespeare", "loss"): ("shakespeare", {"baseline": "dense", "TSA": "tsa-depth_penalty=0.001"}),
+    ("enwik8", "loss"): ("enwik8", {"baseline": "dense", "TSA": "tsa"}),
+    ("copy", "accuracy"): ("synthetic", {"copy baseline": "copy_dense", "copy TSA": "copy_tsa"}),
+    ("sort", "accuracy"): ("synthetic", {"sort baseline": "sort_dense", "sort TSA": "sort_tsa"}),
+}
+"""The paper's tasks and what is measured: its table and the rows in it, each with the run that repeats it."""
+
+
+def _paper_table(path: Path) -> str:
+    """The paper's main tables, as published beside what their models are worth when they are executed."""
+    titles = ["task", "model", "published", "TLOps saved, published", "ours, soft", "TLOps saved, soft"]
+    lines = [f"| {' | '.join([*titles, 'ours, executed', 'work skipped'])} |", "|---|---|--:|--:|--:|--:|--:|--:|"]
+    ours = {re.sub(r"-seed\d+$", "", row.label): row for row in group(records(path))}
+    seeds = []
+    for (task, measure), (table, rows) in PAPER.items():
+        for published in read_rows(Path(__file__).with_name("paper.json")):
+            if published["table"] != table or published["row"] not in rows:
+                continue
+            saved = f"{published['tlops_saved']:.1%}" if "tlops_saved" in published else "\u2014"
+            model = "TSA" if published["row"].endswith("TSA") else "dense"
+            cells = [f"{task}, {measure}", model, f"{published[measure]:.4f}", saved]
+            found = ours.get(f"{table}.{rows[published['row']]}")
+            if found is None:
+                lines.append(f"| {' | '.join([*cells, *['not run'] * 4])} |")
+                continue
+            keys = [f"soft.{measure}", "tlops_saved_soft", f"hard.{measure}", "tlops_skipped"]
+            stats = [Stat(tuple(record.needed(*key.split(".")) for record in found.records)) for key in keys]
+            cells += [stat.text(".4f" if n % 2 == 0 else ".1%") for n, stat in enumerate(stats)]
+            lines.append(f"| {' | '.join(cells)} |")
+            seeds.append(len(found.records))
+    many = "no" if not seeds else f"{min(seeds)}" if min(seeds) == max(seeds) else f"{min(seeds)} to {max(seeds)}"
+    return "\n".join(lines) + f"\n\nMean ± standard deviation over {many} seeds of this command.\n"
+
+
+def _training_table(path: Path) -> str:
+    lines = ["| device | shape | dense ms | TSA ms | TSA / dense |", "|---|---|--:|--:|--:|"]
+    lines += [_training_line(row) for row in read_rows(path) if row["benchmark"] == "training step"]
+    for row in read_rows(path):
+        if row["benchmark"] == "whole run":
+            run = f"{row['recipe']}, {row['steps']:,} steps on {row['device']}: {row['seconds']:.1f} s"
+            steps = f"the steps alone about {row['seconds_stepping']:.1f} s at their median rate"
+            start = (
+                f", after {row['seconds_start']:.1f} s that a process takes to start" if "seconds_start" in row else ""
+            )
+            lines.append(f"\n{run}, validation and checkpoints included{start}; {steps}.")
+    return "\n".join(lines) + "\n"
+
+
+def _training_line(row: Row) -> str:
+    times = ["{:.2f} ({:.2f} to {:.2f})".format(*row[name]) for name in ("dense_ms", "tsa_ms")]
+    ratio = "{:.3f} ({:.3f} to {:.3f})".format(*row["ratio"])
+    return f"| {row['device']}, {row['dtype']} | {row['shape']} | {times[0]} | {times[1]} | {ratio} |"
+
+
+def _faults_table(path: Path) -> str:
+    """Beside what was measured for another trainer, in a file of its own."""
+    others = {row["fault"]: row for row in read_rows(path.with_name("faults_baseline.json"))}
+    (trainer,) = {row["trainer"] for row in others.values()}
+    lines = [f"| fault | tried | outcome | {trainer} |", "|---|--:|---|---|"]
+    lines += [_fault_line(row, others.get(row["fault"], {}).get("outcome", "\u2014")) for row in read_rows(path)]
+    return "\n".join(lines) + "\n"
+
+
+def _fault_line(row: Row, other: str) -> str:
+    outcome = row["claim"] if not row["failed"] else f"**{row['failed']} failures**, else: {row['claim']}"
+    differences = [f"{name} {value:.2g}" for name, value in row["figures"].items() if "difference" in name]
+    where = [] if row["device"].startswith("CPU") else [row["device"]]
+    notes = "; ".join(differences + where)
+    return f"| {row['title']} | {row['attempts']:,} | {outcome}{f' ({notes})' if notes else ''} | {other} |"
+
+
+def draw(root: Path) -> None:
+    """The figures that the README shows."""
+    from tokendepth.report.pareto import pareto
+
+    (root / "docs/figures").mkdir(exist_ok=True)
+    for corpus in ("shakespeare", "enwik8", "enwik8_faster"):
+        path = root / f"results/{corpus}.json"
+        if not path.exists():
+            continue
+        (drawing,) = pareto(group(records(path)))
+        write_bytes(root / f"docs/figures/pareto-{corpus}.svg", drawing.svg)
+        write_bytes(root / f"docs/figures/pareto-{corpus}.png", drawing.png)
+
+
+def write(root: Path) -> None:
+    """Make the generated parts of README.md and its figures anew."""
+    draw(root)
+    readme = root / "README.md"
+    write_bytes(readme, render(readme.read_text(encoding="utf-8"), root).encode())

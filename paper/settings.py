@@ -1,0 +1,172 @@
+"""What is compared, declared: every method at two budgets, beside dense models with fewer layers and random routing.
+
+The budgets are shares of the token-layer work of the dense model with six layers: about a half, so three layers a
+token, and about three quarters. Some methods can be told what to spend, some only be nudged; the tables say what each
+came to. A method that repeats its layers gets fewer of them, so that what it executes is what the others execute.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from paper import tables
+from tokendepth.config import DenseConfig, RunConfig
+from tokendepth.errors import UserError, did_you_mean
+from tokendepth.recipes import variants
+from tokendepth.runs.results import Row
+
+Level = Literal["half", "mild", "any"]
+"""The budget that a setting aims at; any where it aims at none."""
+LAYERS = (6, 5, 4, 3, 2)
+SAME_FLOPS = 0.03
+"""How far beyond its last model the line of dense models still stands for a cost, as a share of it."""
+SAME_PARAMETERS = 0.04
+"""Parameters count as matched within this share of the dense model's."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the tables: a trained model, executed in one way."""
+
+    title: str
+    method: str
+    """On whose page it stands; `random` and `two_passes` are controls."""
+    cell: str
+    """As `sweep` reads it, without the corpus."""
+    level: Level = "any"
+    budget: float | None = None
+    """Of a model that can be executed at several, this one."""
+    skips: float | None = None
+    """Of a model with exits, the threshold at which this share of the work is skipped."""
+    matched: bool = False
+    """With a feed-forward network as wide as it takes to have the dense model's parameters."""
+    only: str | None = None
+    """The one corpus on which it says something; none is all."""
+
+    def point(self, row: Row) -> float | None:
+        """Where on the curve of a run this is; where the work decides that, the row of the first seed is asked."""
+        if self.skips is None:
+            return self.budget
+        nearest = min(row["evaluation"]["curve"], key=lambda point: abs(point["tlops_skipped"] - self.skips))
+        return nearest["threshold"]
+
+
+def _dense(layers: int) -> Setting:
+    return Setting(f"dense, {layers} layers", "dense", f"dense:model.n-layer={layers}" if layers < 6 else "dense")
+
+
+def _two_passes(layers: int) -> Setting:
+    """Trained as budget routing is on Shakespeare, and nothing is skipped: what that training does alone."""
+    cell = "budget:method.budget=1:method.dial=False" + (f":model.n-layer={layers}" if layers < 6 else "")
+    return Setting(f"two passes, {layers} layers", "two_passes", cell, only="shakespeare")
+
+
+def _learned_exits(oracle: str, only: str | None = None) -> tuple[Setting, Setting]:
+    title, cell = f"early exit by {oracle}", f"early_exit:method.exit=learned:method.oracle={oracle}"
+    return (
+        Setting(f"{title}, half", "early_exit", cell, "half", skips=0.5, only=only),
+        Setting(f"{title}, a quarter", "early_exit", cell, "mild", skips=0.25, only=only),
+    )
+
+
+SETTINGS = (
+    *(_dense(layers) for layers in LAYERS),
+    Setting("random routing, budget 0.4", "random", "budget:method.routing=random", "half", budget=0.4),
+    Setting("random routing, budget 0.7", "random", "budget:method.routing=random", "mild", budget=0.7),
+    Setting("TSA, penalty 0.05", "tsa", "tsa:method.depth-penalty=0.05", "half"),
+    Setting("TSA, penalty 0.001", "tsa", "tsa:method.depth-penalty=0.001", "mild"),
+    Setting("budget 0.4", "budget", "budget", "half", budget=0.4),
+    Setting("budget 0.7", "budget", "budget", "mild", budget=0.7),
+    # A step of two passes on half of the sequences costs what a dense step costs.
+    Setting("budget 0.4, half the batch", "budget", "budget:train.batch-size=32", budget=0.4, only="shakespeare"),
+    *(_two_passes(layers) for layers in (6, 4, 3)),
+    Setting("early exit by confidence, half", "early_exit", "early_exit", "half", skips=0.5),
+    Setting("early exit by confidence, a quarter", "early_exit", "early_exit", "mild", skips=0.25),
+    *_learned_exits("correctness"),
+    *_learned_exits("likelihood", only="shakespeare"),
+    Setting("MoD, capacity 0.125", "mod", "mod", "half"),
+    Setting("MoD, capacity 0.5", "mod", "mod:method.capacity=0.5", "mild"),
+    Setting("MoR, 4 layers, 2 recursions", "mor", "mor:model.n-layer=4:method.recursions=2", "half"),
+    Setting("MoR, 6 layers, 4 recursions", "mor", "mor:method.recursions=4", "mild"),
+    Setting("MoR, 6 layers, 4 recursions, wide", "mor", "mor:method.recursions=4", matched=True),
+    Setting("ACT, ponder cost 0.01", "act", "act", "half"),
+    Setting("ACT, ponder cost 0.001", "act", "act:method.ponder-cost=0.001", "mild"),
+    Setting("ACT, ponder cost 0.01, wide", "act", "act", matched=True),
+    Setting("ITT, 2 layers, 2 steps", "itt", "itt:model.n-layer=2:method.steps=2", "half"),
+    Setting("ITT, 3 layers, 3 steps", "itt", "itt:model.n-layer=3:method.steps=3", "mild"),
+    Setting("ITT, 6 layers, 4 steps", "itt", "itt"),
+    Setting("Switch, 4 experts", "switch", "switch"),
+    Setting("Switch, 4 experts, narrow", "switch", "switch", matched=True),
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    title: str
+    corpus: str
+    seeds: int
+    levels: tuple[Level, ...]
+    files: tuple[str, ...]
+    """Where rows of the same experiments are looked for, the first before the others; new ones go into the first."""
+    tokens: int | None = None
+    """Evaluated on the beginning of the validation text; none is all of it."""
+
+    @property
+    def settings(self) -> list[Setting]:
+        return [one for one in SETTINGS if one.level in self.levels and one.only in (None, self.corpus)]
+
+
+RUNS = "compare.json"
+COMPARISONS = {
+    "shakespeare": Comparison(
+        "Tiny-Shakespeare", "shakespeare", 3, ("any", "half", "mild"), (RUNS, "reproduction.json", "shakespeare.json")
+    ),
+    # Rows of the whole text do not compare with these, so other files do not serve.
+    "enwik8": Comparison("enwik8", "enwik8", 1, ("any", "half"), (RUNS,), tokens=2**20),
+}
+
+
+def chosen(corpus: str) -> Comparison:
+    if corpus not in COMPARISONS:
+        raise UserError(f"--data.corpus is {corpus!r}: not compared on; {did_you_mean(corpus, COMPARISONS)}")
+    return COMPARISONS[corpus]
+
+
+def runs(setting: Setting, corpus: str, seeds: int, *, quick: bool = False) -> dict[str, RunConfig]:
+    """One for each seed, by its name."""
+    found = variants(f"{corpus}.{setting.cell}", seeds)
+    if quick:  # all layers stay: how many there are is what is compared
+        small = {name: tables.miniature(config, layers=max(LAYERS)) for name, config in found.items()}
+        found = {n: replace(c, train=replace(c.train, eval_every=c.train.steps)) for n, c in small.items()}
+    return {_renamed(name, made): made for name, made in _matched(found).items()} if setting.matched else found
+
+
+def _matched(found: dict[str, RunConfig]) -> dict[str, RunConfig]:
+    return {
+        name: replace(config, model=replace(config.model, d_ff=_matching_width(_seedless(config))))
+        for name, config in found.items()
+    }
+
+
+def _renamed(name: str, config: RunConfig) -> str:
+    return f"{tables.label_of(name)}-d_ff={config.model.d_ff}-seed{config.train.seed}"
+
+
+def _seedless(config: RunConfig) -> RunConfig:
+    return replace(config, train=replace(config.train, seed=0))
+
+
+@functools.cache
+def _matching_width(config: RunConfig) -> int:
+    """The feed-forward width at which `config` has as many parameters as the dense model, to a multiple of 8."""
+    wanted = _parameters(replace(config, method=DenseConfig()))
+    narrow, wide = (_parameters(replace(config, model=replace(config.model, d_ff=width))) for width in (8, 16))
+    return 8 + 8 * round((wanted - narrow) / (wide - narrow))
+
+
+def _parameters(config: RunConfig) -> int:
+    """With one token in the vocabulary: the embedding is the same for all, so it does not tell them apart."""
+    from tokendepth.methods import build
+
+    model = build(replace(config, model=replace(config.model, vocab_size=1)))
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,216 @@
+"""The paper's tables, declared: which runs each needs, what is measured for it, and whose numbers stand beside whose.
+
+A run is written as `sweep` writes it, RECIPE:OPTION=VALUE, and shared by all tables that name it. Where the paper's
+text and its numbers, or its two frameworks, disagree about the set-up, both readings are run; a second reading has a
+third of the seeds.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from tokendepth.config import PAPER_THRESHOLDS, RunConfig, override
+from tokendepth.errors import UserError, did_you_mean
+from tokendepth.recipes import variants
+
+Measurement = Literal["fractions", "batches", "training", "initialisation"]
+
+DENSE = "shakespeare.dense"
+TSA = "shakespeare.tsa-depth_penalty=0.001"
+EARLY_EXIT = "shakespeare.early_exit"
+BUDGET = "shakespeare.budget"
+ENWIK8_DENSE, ENWIK8_TSA = "enwik8.dense", "enwik8.tsa"
+PENALTIES = (0, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5)
+LAYERS = (5, 4, 3, 2)
+UNIFORM = "-decay=all"
+TEXT = "-source_length=10-steps=10000"
+ROUTING = (TSA, "shakespeare.tsa-depth_penalty=0", "shakespeare.tsa-depth_penalty=0.05", ENWIK8_TSA)
+"""Where depth by token type is looked at."""
+SIZES = {"10M": (320, 7, 5), "30M": (512, 8, 8), "100M": (768, 13, 12)}
+"""Width, layers and heads; with enwik8's vocabulary 10.6, 28.6 and 97 million parameters."""
+SCALED = ("dense", "tsa", "budget")
+
+
+def penalty(value: float, reading: str = "") -> str:
+    return f"shakespeare.tsa-depth_penalty={value:g}{reading}"
+
+
+def fewer(layers: int) -> str:
+    return f"{DENSE}-n_layer={layers}"
+
+
+def scaled(size: str, method: str) -> str:
+    d_model, layers, heads = SIZES[size]
+    shape = f"d_model={d_model}-n_layer={layers}-n_head={heads}-d_ff={4 * d_model}-steps=1500-eval_every=500"
+    return f"enwik8.{method}-{shape}"
+
+
+def _scaled_cell(size: str, method: str) -> str:
+    d_model, layers, heads = SIZES[size]
+    shape = f"model.d-model={d_model}:model.n-layer={layers}:model.n-head={heads}:model.d-ff={4 * d_model}"
+    return f"enwik8.{method}:{shape}:train.steps=1500:train.eval-every=500"
+
+
+_PENALTY_CELL = "shakespeare.tsa:method.depth-penalty=" + ",".join(f"{value:g}" for value in PENALTIES)
+_DEFAULT_CELL = "shakespeare.tsa:method.depth-penalty=0.001"
+_SYNTHETIC = tuple(f"synthetic.{task}_{method}" for task in ("copy", "sort") for method in ("dense", "tsa"))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a published table and the experiment that repeats it."""
+
+    table: str
+    """As paper/paper.json calls it."""
+    row: str
+    label: str
+    """Of the experiment: a run's name without its seed."""
+    threshold: float | None = None
+    """Of early exit, where the row is one execution of a model among several."""
+    read_early: bool = False
+    """Of early exit: every token computed to the end, its answer taken from the exit."""
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    cells: tuple[str, ...] = ()
+    second: tuple[str, ...] = ()
+    """Cells of a second reading."""
+    measurements: tuple[Measurement, ...] = ()
+    lines: tuple[Line, ...] = ()
+    second_lines: tuple[Line, ...] = ()
+    about_second: str = ""
+    in_all: bool = True
+    seeds: int | None = None
+    """However many are asked for, this many; none is as many as asked for."""
+    tokens: int | None = None
+    """Evaluate on the beginning of the validation text; none is all of it."""
+
+
+def _synthetic_lines(reading: str) -> tuple[Line, ...]:
+    names = {"dense": "baseline", "tsa": "TSA"}
+    return tuple(
+        Line("synthetic", f"{task} {name}", f"synthetic.{task}_{method}{reading}")
+        for task in ("copy", "sort")
+        for method, name in names.items()
+    )
+
+
+def _penalty_lines(reading: str) -> tuple[Line, ...]:
+    swept = tuple(Line("penalty", f"penalty {value:g}", penalty(value, reading)) for value in PENALTIES)
+    return (Line("penalty", "baseline", DENSE + reading), *swept)
+
+
+def _enwik8_lines(reading: str) -> tuple[Line, ...]:
+    return (Line("enwik8", "baseline", ENWIK8_DENSE + reading), Line("enwik8", "TSA", ENWIK8_TSA + reading))
+
+
+def _exit_lines(*, read_early: bool) -> tuple[Line, ...]:
+    swept = {f"threshold {value:.2f}": value for value in PAPER_THRESHOLDS}
+    return tuple(Line("early-exit", row, EARLY_EXIT, value, read_early) for row, value in swept.items())
+
+
+TABLES: dict[str, Table] = {
+    "synthetic": Table(
+        "Copy and sort",
+        _SYNTHETIC,
+        tuple(f"{name}:data.source-length=10:train.steps=10000" for name in _SYNTHETIC),
+        lines=_synthetic_lines(""),
+        second_lines=_synthetic_lines(TEXT),
+        about_second="The set-up that the text gives: source length 10 and 10,000 steps. The table above has the one "
+        "that gives the printed numbers: length 20, batch 256, 400 steps, depth penalty 0.01.",
+    ),
+    "shakespeare": Table(
+        "Tiny-Shakespeare",
+        (DENSE, _DEFAULT_CELL, f"{DENSE}:model.n-layer={','.join(map(str, LAYERS))}"),
+        measurements=("initialisation",),
+        lines=(Line("shakespeare", "baseline", DENSE), Line("shakespeare", "TSA", TSA)),
+    ),
+    "enwik8": Table(
+        "enwik8",
+        (ENWIK8_DENSE, ENWIK8_TSA),
+        (f"{ENWIK8_DENSE}:train.decay=all", f"{ENWIK8_TSA}:train.decay=all"),
+        lines=_enwik8_lines(""),
+        second_lines=_enwik8_lines(UNIFORM),
+        about_second="Weight decay on every parameter, as the paper's MLX implementation has it.",
+    ),
+    "penalty": Table(
+        "The depth penalty",
+        (DENSE, _PENALTY_CELL),
+        (f"{DENSE}:train.decay=all", f"{_PENALTY_CELL}:train.decay=all"),
+        lines=_penalty_lines(""),
+        second_lines=_penalty_lines(UNIFORM),
+        about_second="Weight decay on every parameter, as the paper's MLX implementation has it.",
+    ),
+    "early-exit": Table(
+        "Early exit",
+        (DENSE, _DEFAULT_CELL, EARLY_EXIT),
+        lines=(
+            Line("matched", "baseline", DENSE),
+            Line("matched", "TSA", TSA),
+            Line("matched", "early exit", EARLY_EXIT, 0.75),
+            *_exit_lines(read_early=False),
+            Line("early-exit", "no exit taken", EARLY_EXIT, 1.0),
+        ),
+        second_lines=_exit_lines(read_early=True),
+        about_second="Every token computed to the end, and its answer taken from the first exit that is sure enough: "
+        "nothing is skipped, and a token that left is seen by others as if it had stayed. The paper does not say which "
+        "of the two it did.",
+    ),
+    "wall-clock": Table("Wall-clock over active fractions", measurements=("fractions",)),
+    "batch": Table("Wall-clock over batch sizes", measurements=("batches",)),
+    "training": Table("Training time", measurements=("training",)),
+    "scaling": Table(
+        "Scaling to 100M parameters",
+        tuple(_scaled_cell(size, method) for size in SIZES for method in SCALED),
+        in_all=False,
+        seeds=1,
+        tokens=2**20,
+    ),
+}
+
+
+def chosen(name: str) -> list[Table]:
+    """The tables that a name on the command line stands for."""
+    if name == "all":
+        return [table for table in TABLES.values() if table.in_all]
+    if name not in TABLES:
+        raise UserError(f"{name!r}: no such table; {did_you_mean(name, ('all', *TABLES))}")
+    return [TABLES[name]]
+
+
+def runs(table: Table, seeds: int) -> dict[str, RunConfig]:
+    """Every run of a table, by its name."""
+    found = {}
+    for cells, count in ((table.cells, table.seeds or seeds), (table.second, max(1, seeds // 3))):
+        for cell in cells:
+            found |= variants(cell, count)
+    return found
+
+
+def label_of(name: str) -> str:
+    """A run's name without its seed."""
+    return re.sub(r"-seed\d+$", "", name)
+
+
+def experiments() -> dict[str, RunConfig]:
+    """Every experiment of every table, by its label, and the one of ours that the findings set beside them."""
+    tables = [*TABLES.values(), Table("", (BUDGET,))]
+    return {label_of(name): config for table in tables for name, config in runs(table, 1).items()}
+
+
+MINIATURE = {
+    "model.d_model": "16", "model.d_ff": "32", "model.n_head": "2", "model.context": "48", "train.batch_size": "4",
+    "train.lr": "0.01", "train.steps": "4", "train.eval_every": "4", "train.checkpoint_every": "2",
+    "train.device": "cpu",
+}  # fmt: skip
+MINIATURE_TOKENS = 192
+
+
+def miniature(config: RunConfig, layers: int = 3) -> RunConfig:
+    """The same experiment at a size that a CPU trains in a fraction of a second; nothing is downloaded for it."""
+    changes = {**MINIATURE, "model.n_layer": str(min(config.model.n_layer, layers))}
+    if config.data.corpus in ("shakespeare", "enwik8"):
+        changes["data.corpus"] = "stdlib"
+    return override(config, changes)

@@ -1,0 +1,1 @@
+"""The command line: main reads the arguments, commands/ does the work."""
