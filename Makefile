@@ -37,7 +37,7 @@ lint: $(VENV)/.installed-dev
 # A benchmark of code that fails its tests says nothing, so the tests come first.
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n 2
-	@$(BIN)/tokendepth bench training --out results $(ARGS)
+	@$(BIN)/python -m benchmarks timings $(ARGS)
 
 readme: $(VENV)/.installed-dev
 	@$(BIN)/python -m paper pages

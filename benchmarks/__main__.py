@@ -1,5 +1,6 @@
-"""The benchmarks beside the package: python -m benchmarks faults."""
+"""What writes the committed rows of results/: python -m benchmarks faults, python -m benchmarks timings."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,25 @@ class Faults:
             sys.exit(1)
 
 
-BENCHMARKS = program("python -m benchmarks", "What writes the committed rows of results/.", (Faults,))
+@dataclass(frozen=True)
+class Timings:
+    """Time forward passes and training steps on this machine, all shapes that the pages show."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to measure."""
+    out: Path = Path("results")
+    """Folder of forward.json and training.json."""
+
+    def __call__(self) -> None:
+        from tokendepth.bench import forward, training
+
+        for row in forward.measure(self.device, self.out):
+            print(forward.in_words(row))
+        for row in training.measure(self.device, self.out):
+            print(json.dumps(row))
+
+
+BENCHMARKS = program("python -m benchmarks", "What writes the committed rows of results/.", (Faults, Timings))
 
 if __name__ == "__main__":
     main(of=BENCHMARKS)

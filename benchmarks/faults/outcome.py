@@ -85,6 +85,6 @@ def _steady(run: Run) -> list[dict[str, Any]]:
 
 def package_environment() -> dict[str, str]:
     """For a process that is to import this very package, with one thread: bits depend on how many share a sum."""
-    root = str(Path(__file__).resolve().parents[3])
+    root = str(Path(__file__).resolve().parents[2])
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     return {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
