@@ -25,9 +25,10 @@ class Faults:
     def __call__(self) -> None:
         from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-        from benchmarks.faults.registry import measure
+        from benchmarks.faults.registry import check_scale, chosen, measure
         from tokendepth.train.progress import console
 
+        chosen(self.only), check_scale(self.scale)  # before there is a bar
         failed = 0
         columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
         with Progress(*columns, console=console) as bar:

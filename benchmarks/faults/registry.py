@@ -97,19 +97,28 @@ FAULTS = {
 }  # fmt: skip
 
 
+def chosen(only: str | None) -> list[str]:
+    """The faults that `only` names, or all."""
+    names = list(FAULTS) if only is None else [name.strip() for name in only.split(",")]
+    for name in names:
+        if name not in FAULTS:
+            raise UserError(f"--only has {name!r}: no such fault; {did_you_mean(name, FAULTS)}")
+    return names
+
+
+def check_scale(scale: float) -> None:
+    if not 0 < scale <= 1:
+        raise UserError(f"--scale is {scale:g}; expected a number above 0, up to 1")
+
+
 def measure(device_name: str, results: Path, only: str | None, scale: float, tell: Callable) -> Iterator[Row]:
     """Yield a row for each fault, or for those that `only` names, written to results/faults.json at once.
 
     `scale` is the part of the full counts to try. `tell` is called with a name, how many are done and of how many.
     """
     device = choose_device(device_name)
-    names = [name.strip() for name in only.split(",")] if only else list(FAULTS)
-    for name in names:
-        if name not in FAULTS:
-            raise UserError(f"--only has {name!r}: no such fault; {did_you_mean(name, FAULTS)}")
-    if not 0 < scale <= 1:
-        raise UserError(f"--scale is {scale:g}; expected a number above 0, up to 1")
-    for name in names:
+    check_scale(scale)
+    for name in chosen(only):
         fault = FAULTS[name]
         count = max(1, round(fault.count * scale))
         with _undisturbed() as folder:
