@@ -26,9 +26,10 @@ class Faults:
         from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
         from benchmarks.faults.registry import check_scale, chosen, measure
-        from tokendepth.train.progress import console
+        from tokendepth.training.progress import console
 
-        chosen(self.only), check_scale(self.scale)  # before there is a bar
+        chosen(self.only)  # before there is a bar
+        check_scale(self.scale)
         failed = 0
         columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
         with Progress(*columns, console=console) as bar:

@@ -20,7 +20,7 @@ from tokendepth.config import RunConfig, from_dict
 from tokendepth.errors import UserError
 from tokendepth.runs.results import add_rows
 from tokendepth.runs.run import Run
-from tokendepth.train.progress import console
+from tokendepth.training.progress import console
 
 TRAINING = 0.8
 """Share of the time of a call after which no run is trained any more."""

@@ -90,7 +90,7 @@ def fill(
 
     `here` trains in this process, one after the other: for runs that take less time than a process takes to start.
     """
-    from tokendepth.train.sweep import sweep, train_and_evaluate
+    from tokendepth.training.sweep import sweep, train_and_evaluate
 
     todo = missing(configs, path) if here else _compiled(_first_seeds_first(missing(configs, path)), out)
 

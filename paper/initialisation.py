@@ -7,7 +7,7 @@ from tokendepth.config import RunConfig, to_dict
 from tokendepth.measure.evaluate import batches, measure
 from tokendepth.methods import build
 from tokendepth.runs.machine import choose_device, environment
-from tokendepth.train.loop import resolve
+from tokendepth.training.loop import resolve
 
 TOKENS = 2**14
 

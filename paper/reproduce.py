@@ -20,7 +20,7 @@ from tokendepth.config import ModelConfig, RunConfig
 from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.runs.results import Row, add_rows, read_rows
 from tokendepth.runs.run import Run
-from tokendepth.train.progress import console
+from tokendepth.training.progress import console
 
 RUNS, ROUTING, INITIALISATION = "reproduction.json", "routing.json", "initialisation.json"
 CALLS = "reproduction_calls.json"

@@ -53,9 +53,9 @@ from tokendepth.model import Block, LanguageModel, Output
 from tokendepth.runs.files import write_json
 from tokendepth.runs.run import Run
 from tokendepth.trace import EXECUTIONS
-from tokendepth.train.loop import resolve
-from tokendepth.train.ranks import Ranks
-from tokendepth.train.step import OptimiserStep, cosine
+from tokendepth.training.loop import resolve
+from tokendepth.training.ranks import Ranks
+from tokendepth.training.step import OptimiserStep, cosine
 
 TIME = 16
 VOCABULARY = 11

@@ -10,9 +10,9 @@ import torch
 from tokendepth import data
 from tokendepth.config import DataConfig, DenseConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
 from tokendepth.methods import build
-from tokendepth.train.loop import resolve
-from tokendepth.train.ranks import Ranks
-from tokendepth.train.step import OptimiserStep, cosine
+from tokendepth.training.loop import resolve
+from tokendepth.training.ranks import Ranks
+from tokendepth.training.step import OptimiserStep, cosine
 
 GOLDEN = {
     "dense": (DenseConfig(), [3.47401, 3.446975, 3.393824, 3.398265, 3.406215]),

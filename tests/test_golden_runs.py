@@ -22,7 +22,7 @@ from tokendepth.report.records import Record
 from tokendepth.runs.files import read_json, write_json
 from tokendepth.runs.run import Run
 from tokendepth.trace import EXECUTIONS
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 
 GOLDEN = Path(__file__).parent / "golden"
 FORMATS = sorted(GOLDEN.iterdir(), key=lambda folder: folder.name)

@@ -14,9 +14,9 @@ from tokendepth.config import BudgetConfig, DenseConfig, RunConfig, from_dict, m
 from tokendepth.errors import UserError
 from tokendepth.methods import build
 from tokendepth.recipes import RECIPES, recipe, summary
-from tokendepth.train.loop import resolve
-from tokendepth.train.ranks import Ranks
-from tokendepth.train.step import OptimiserStep, cosine
+from tokendepth.training.loop import resolve
+from tokendepth.training.ranks import Ranks
+from tokendepth.training.step import OptimiserStep, cosine
 
 SMALL = {"model.n_layer": "2", "model.d_model": "32", "model.d_ff": "64", "model.n_head": "4", "train.batch_size": "4"}
 ON_EVERY_MACHINE = ("stdlib", "copy", "sort")

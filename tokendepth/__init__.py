@@ -1,6 +1,61 @@
-"""tokendepth trains, measures and serves transformers in which every token gets only the depth it needs.
+"""Transformers in which every token gets only the depth it needs; what is reported as saved was skipped.
 
-Nothing is imported here, so `import tokendepth.config` stays free of torch.
+    import tokendepth as td
+
+    run = td.train(td.recipe("demo.budget"), "runs/demo")
+    model = td.load(run)
+    out = model("def depth(token):")
+    print(out.trace.totals().active_fraction, td.generate(run, "def ").text)
+
+Nothing is imported until it is used, so that `import tokendepth` takes no time and needs no torch.
 """
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokendepth.api import Generation, build, compile, evaluate, generate, load, train
+    from tokendepth.config import RunConfig
+    from tokendepth.errors import UserError
+    from tokendepth.infer.text_model import TextModel
+    from tokendepth.recipes import recipe
+    from tokendepth.runs.run import Run
+    from tokendepth.trace import DepthTrace
+
+__version__ = "0.2.0"
+
+__all__ = [
+    "DepthTrace",
+    "Generation",
+    "Run",
+    "RunConfig",
+    "TextModel",
+    "UserError",
+    "build",
+    "compile",
+    "evaluate",
+    "generate",
+    "load",
+    "recipe",
+    "train",
+]
+
+_HOME = {
+    "DepthTrace": "trace",
+    "Run": "runs.run",
+    "RunConfig": "config",
+    "TextModel": "infer.text_model",
+    "UserError": "errors",
+    "recipe": "recipes",
+}
+"""Where a name is defined; all others are in api.py."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'tokendepth' has no attribute {name!r}")
+    return getattr(import_module(f"tokendepth.{_HOME.get(name, 'api')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

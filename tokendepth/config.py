@@ -10,7 +10,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -262,6 +262,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
+    """All that decides a run: data, model, method, training. Frozen; a wrong value is refused when it is made.
+
+    >>> config = td.recipe("shakespeare.budget")
+    >>> config.method.budget
+    0.4
+    """
+
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     method: MethodConfig = field(default_factory=DenseConfig)
@@ -347,15 +354,16 @@ def options(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def override(config: RunConfig, changes: dict[str, str]) -> RunConfig:
-    """`config` with dotted names set from text: `override(c, {"train.steps": "100"})`."""
+def override(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """`config` with dotted names set, from values or from text: `override(c, {"train.steps": "100"})`."""
     known = options(config)
     parts: dict[str, dict[str, Any]] = {}
-    for name, text in changes.items():
+    for name, value in changes.items():
         if name not in known:
             raise UserError(unknown_option(name, config))
         part, key = name.split(".")
-        parts.setdefault(part, {})[key] = parse_value(known[name], text, name)
+        read = parse_value if isinstance(value, str) else coerce
+        parts.setdefault(part, {})[key] = read(known[name], value, name)
     made = {part: dataclasses.replace(getattr(config, part), **values) for part, values in parts.items()}
     return dataclasses.replace(config, **made)
 

@@ -10,6 +10,10 @@ class UserError(ValueError):
 
     The line names the value, what was expected and the remedy. The command line prints it and exits with code 2;
     every other exception is a bug of ours and keeps its traceback.
+
+    >>> td.recipe("shakespeare.tas")
+    Traceback (most recent call last):
+    tokendepth.errors.UserError: 'shakespeare.tas': no such recipe; did you mean 'shakespeare.tsa'?
     """
 
 

@@ -31,7 +31,14 @@ class Site:
 
 @dataclass(frozen=True)
 class DepthTrace:
-    """`work[site, batch, time]` in [0, 1] (a torch tensor or a numpy array) and what each site costs."""
+    """`work[site, batch, time]` in [0, 1] (a torch tensor or a numpy array) and what each site costs.
+
+    >>> trace = td.load("runs/tsa")("def depth(token):").trace
+    >>> [site.name for site in trace.sites][:2]
+    ['block 0', 'block 1']
+    >>> 0 <= trace.totals().active_fraction <= 1
+    True
+    """
 
     work: Any
     sites: tuple[Site, ...]

@@ -17,8 +17,8 @@ from tokendepth.data.store import cache_folder
 from tokendepth.errors import UserError
 from tokendepth.runs.files import MANIFEST, read_json, write_json, write_manifest
 from tokendepth.runs.run import CHECKPOINT_FILES, SMALL_FILES, Run
-from tokendepth.train.loop import _Training, train
-from tokendepth.train.progress import console
+from tokendepth.training.loop import _Training, train
+from tokendepth.training.progress import console
 
 NEWEST = "checkpoints/step-00000006"
 STOPPED_FILES = (*SMALL_FILES, f"{NEWEST}/state.safetensors", f"{NEWEST}/{MANIFEST}")

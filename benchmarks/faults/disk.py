@@ -23,7 +23,7 @@ from benchmarks.faults.outcome import Outcome, Tell, package_environment, subjec
 from tokendepth.config import RunConfig
 from tokendepth.errors import UserError
 from tokendepth.runs.run import Run
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 
 STEPS = 8
 NOBODY = 65534

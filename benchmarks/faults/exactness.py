@@ -23,7 +23,7 @@ from tokendepth.config import DataConfig, TSAConfig, override
 from tokendepth.errors import UserError
 from tokendepth.runs.files import deserialize
 from tokendepth.runs.run import Run
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 
 
 def resume(folder: Path, count: int, tell: Tell) -> Outcome:

@@ -16,7 +16,7 @@ from benchmarks.faults.outcome import Outcome, Tell, package_environment, subjec
 from benchmarks.faults.processes import Server, check_killed
 from tokendepth.errors import UserError
 from tokendepth.runs.run import Run
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 
 PATIENCE_S = 120
 

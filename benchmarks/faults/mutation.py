@@ -18,7 +18,7 @@ from tokendepth.data.store import cache_folder, load_tokens
 from tokendepth.errors import UserError
 from tokendepth.runs.files import MANIFEST
 from tokendepth.runs.run import Run
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 
 LONGEST_S = 2.0
 MOST_MEMORY = 2**30

@@ -25,9 +25,9 @@ from tokendepth.errors import Interrupted, UserError
 from tokendepth.methods import build
 from tokendepth.runs.files import serialize
 from tokendepth.runs.run import Run
-from tokendepth.train import loop as module
-from tokendepth.train.ranks import Ranks
-from tokendepth.train.step import OptimiserStep
+from tokendepth.training import loop as module
+from tokendepth.training.ranks import Ranks
+from tokendepth.training.step import OptimiserStep
 
 Order = dict[str, Any]
 

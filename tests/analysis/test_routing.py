@@ -12,7 +12,7 @@ from tokendepth.data import load
 from tokendepth.errors import UserError
 from tokendepth.measure.evaluate import load_model
 from tokendepth.runs.run import Run
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 
 
 @pytest.fixture(scope="module")

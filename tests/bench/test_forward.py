@@ -12,7 +12,7 @@ from tokendepth.config import BudgetConfig, DenseConfig, ModelConfig, TSAConfig
 from tokendepth.errors import UserError
 from tokendepth.measure.evaluate import evaluate
 from tokendepth.runs.results import read_rows
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 
 SMALL = {"paper": forward.Shape(ModelConfig(32, 3, 4, 64, 16, 0.0, 11), (1, 2))}
 

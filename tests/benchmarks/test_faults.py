@@ -18,7 +18,7 @@ from tokendepth.errors import UserError
 from tokendepth.runs import run as runs
 from tokendepth.runs.results import read_rows
 from tokendepth.runs.run import Run
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 
 pytestmark = pytest.mark.slow
 

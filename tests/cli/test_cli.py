@@ -172,7 +172,7 @@ def test_a_demo_that_is_interrupted_says_so_in_one_line(tmp_path, capsys, monkey
     def stopped(config, out, **_):
         raise Interrupted(2, 7, out)
 
-    monkeypatch.setattr("tokendepth.train.loop.train", stopped)
+    monkeypatch.setattr("tokendepth.training.loop.train", stopped)
     with pytest.raises(SystemExit) as stop:
         main(["demo", "--out", str(tmp_path)])
     assert stop.value.code == 130
@@ -437,7 +437,7 @@ def test_an_allocation_that_fails(error, capsys, monkeypatch):
     def exhausted(*_, **__):
         raise error
 
-    monkeypatch.setattr("tokendepth.train.loop.train", exhausted)
+    monkeypatch.setattr("tokendepth.training.loop.train", exhausted)
     line = refused(capsys, *TRAIN)
     assert "not enough memory" in line
     assert str(error)[:30] in line
@@ -448,7 +448,7 @@ def test_another_runtime_error_keeps_its_traceback(monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("tokendepth.train.loop.train", broken)
+    monkeypatch.setattr("tokendepth.training.loop.train", broken)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         main(TRAIN)
 

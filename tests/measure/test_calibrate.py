@@ -15,7 +15,7 @@ from tokendepth.errors import UserError
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import batches, evaluate, load_model, measure
 from tokendepth.runs.run import Run
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 
 CPU = torch.device("cpu")
 

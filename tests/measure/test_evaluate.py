@@ -23,7 +23,7 @@ from tokendepth.errors import UserError
 from tokendepth.measure.evaluate import evaluate, has_curve, load_model, measure
 from tokendepth.runs.run import Run
 from tokendepth.trace import EXECUTIONS
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 
 CPU = torch.device("cpu")
 # Means over the same float32 logits, summed in another order or computed in batches of another size.

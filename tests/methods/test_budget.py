@@ -16,8 +16,8 @@ from tokendepth.measure.flops import count_flops
 from tokendepth.methods import build
 from tokendepth.methods.budget import SMALLEST_DRAW, Budget, _between, _quantile
 from tokendepth.model import Block, Context, LanguageModel, Rows
-from tokendepth.train.ranks import Ranks
-from tokendepth.train.step import OptimiserStep
+from tokendepth.training.ranks import Ranks
+from tokendepth.training.step import OptimiserStep
 
 TIME, VOCABULARY = 16, 11
 MODEL = ModelConfig(d_model=32, n_layer=3, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=VOCABULARY)

@@ -10,7 +10,7 @@ from tokendepth.errors import UserError
 from tokendepth.measure.evaluate import evaluate
 from tokendepth.runs.lock import only_one
 from tokendepth.runs.run import LOCK, Run
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 
 fcntl = pytest.importorskip("fcntl")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokendepth.bench.forward import write_row
 from tokendepth.errors import UserError
 from tokendepth.runs.results import Row
-from tokendepth.train.progress import console
+from tokendepth.training.progress import console
 
 
 def measure(words: list[str], count: int, results: Path) -> Iterator[Row]:

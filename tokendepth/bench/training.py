@@ -27,9 +27,9 @@ from tokendepth.measure.clock import interleaved, quartiles
 from tokendepth.methods import build
 from tokendepth.runs.machine import choose_device, environment
 from tokendepth.runs.results import Row, add_rows
-from tokendepth.train.loop import train
-from tokendepth.train.ranks import Ranks
-from tokendepth.train.step import OptimiserStep
+from tokendepth.training.loop import train
+from tokendepth.training.ranks import Ranks
+from tokendepth.training.step import OptimiserStep
 
 Shapes = dict[str, tuple[ModelConfig, int]]
 Methods = dict[str, MethodConfig]

@@ -2,8 +2,9 @@
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from tokendepth.config import RunConfig, override
 from tokendepth.errors import UserError, did_you_mean
@@ -47,10 +48,16 @@ _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
 RECIPES = {f"{f.__module__.rsplit('.', 1)[1]}.{f.__name__}": f for f in _FUNCTIONS}
 
 
-def recipe(name: str) -> RunConfig:
+def recipe(name: str, changes: Mapping[str, Any] | None = None) -> RunConfig:
+    """The complete config of a recipe, with `changes` by their dotted names.
+
+    >>> config = td.recipe("shakespeare.tsa", {"train.steps": 100, "method.depth_penalty": 0.05})
+    >>> config.train.steps
+    100
+    """
     if name not in RECIPES:
         raise UserError(f"{name!r}: no such recipe; {did_you_mean(name, RECIPES)}")
-    return replace(RECIPES[name](), recipe=name)
+    return override(replace(RECIPES[name](), recipe=name), changes or {})
 
 
 def variants(text: str, seeds: int = 1) -> dict[str, RunConfig]:

@@ -26,6 +26,8 @@ def choose_device(request: str, option: str = "--device") -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         return device
+    if request != "cpu":
+        raise UserError(f"{option} is {request!r}; expected auto, cpu or cuda")
     return torch.device("cpu")
 
 

@@ -61,6 +61,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Run:
+    """A run folder: config, metrics, checkpoints while it trains, then weights and figures.
+
+    >>> run = td.Run.open("runs/tsa")
+    >>> run.finished, run.config.recipe
+    (True, 'demo.tsa')
+    """
+
     path: Path
 
     @classmethod

@@ -39,7 +39,7 @@ class Sweep:
 
         from tokendepth.recipes import variants
         from tokendepth.report import collect, terminal_table
-        from tokendepth.train.sweep import sweep
+        from tokendepth.training.sweep import sweep
 
         if not self.grid:
             raise UserError(

@@ -47,7 +47,7 @@ class Demo:
 
         from tokendepth.measure.evaluate import evaluate
         from tokendepth.report import build, terminal_table
-        from tokendepth.train.loop import train
+        from tokendepth.training.loop import train
 
         runs = []
         for name in ("demo.dense", "demo.tsa"):
@@ -73,7 +73,7 @@ class Train:
     """Go on with the run in --out, or start it where there is none: repeat the same line until it is done."""
 
     def __call__(self) -> None:
-        from tokendepth.train.loop import train
+        from tokendepth.training.loop import train
 
         config = _config(self.recipe)
         out = self.out or Path("runs") / f"{config.recipe}-{config.train.seed}"
@@ -105,7 +105,7 @@ class Evaluate:
         from tokendepth.measure.evaluate import evaluate
         from tokendepth.report import terminal_table
         from tokendepth.runs.run import Run
-        from tokendepth.train.progress import loss_in_words
+        from tokendepth.training.progress import loss_in_words
 
         run = Run.open(self.run)
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "json")}

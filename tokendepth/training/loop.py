@@ -27,10 +27,10 @@ from tokendepth.runs.lock import only_one
 from tokendepth.runs.machine import choose_device, environment
 from tokendepth.runs.run import Run, config_bytes
 from tokendepth.trace import DepthTotals
-from tokendepth.train.progress import TrainingProgress, console
-from tokendepth.train.ranks import Ranks
-from tokendepth.train.signals import StopSignals
-from tokendepth.train.step import NotFinite, OptimiserStep, Stats, cosine, fitting
+from tokendepth.training.progress import TrainingProgress, console
+from tokendepth.training.ranks import Ranks
+from tokendepth.training.signals import StopSignals
+from tokendepth.training.step import NotFinite, OptimiserStep, Stats, cosine, fitting
 
 VALIDATION_TOKENS = 2**18
 """Curves are drawn from the first tokens of the split, at most this many; `evaluate` takes all of it."""

@@ -16,8 +16,8 @@ from tokendepth.config import DenseConfig, RunConfig, TSAConfig
 from tokendepth.errors import UserError
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel
-from tokendepth.train.ranks import Ranks
-from tokendepth.train.step import OptimiserStep, cosine
+from tokendepth.training.ranks import Ranks
+from tokendepth.training.step import OptimiserStep, cosine
 
 VOCABULARY = 23
 DEPTH_PENALTY = 0.1

@@ -18,7 +18,7 @@ from tokendepth.config import BudgetConfig, DenseConfig, RunConfig
 from tokendepth.errors import UserError
 from tokendepth.recipes import recipe, variants
 from tokendepth.runs.run import Run
-from tokendepth.train.sweep import _Sweep, sweep
+from tokendepth.training.sweep import _Sweep, sweep
 
 
 def test_a_cell_is_a_recipe_and_what_to_vary():

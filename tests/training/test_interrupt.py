@@ -18,9 +18,9 @@ from benchmarks.faults.processes import Server
 from tests.tiny import one_line, steady, tiny
 from tokendepth.config import RunConfig, TSAConfig
 from tokendepth.runs.run import Run
-from tokendepth.train import loop as train_module
-from tokendepth.train.loop import Interrupted, train
-from tokendepth.train.signals import StopSignals
+from tokendepth.training import loop as train_module
+from tokendepth.training.loop import Interrupted, train
+from tokendepth.training.signals import StopSignals
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20
@@ -98,7 +98,7 @@ def test_a_second_sigint_ends_at_once(server, undisturbed, first, tmp_path):
 def test_a_second_sigint_ends_at_once_also_inside_one_long_instruction(tmp_path):
     """A backward pass is one to Python, whose handlers wait for its end; a hash of many rounds does for it here."""
     script = (
-        "import hashlib; from tokendepth.train.loop import StopSignals\n"
+        "import hashlib; from tokendepth.training.loop import StopSignals\n"
         "with StopSignals(): print('in', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 500_000_000)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT) as child:

@@ -20,7 +20,7 @@ from tokendepth.config import TrainConfig
 from tokendepth.data.dataset import NO_LOSS
 from tokendepth.errors import UserError
 from tokendepth.model import LanguageModel
-from tokendepth.train.ranks import Ranks
+from tokendepth.training.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEPS_THAT_REPAY_COMPILING = 25_000

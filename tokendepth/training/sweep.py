@@ -22,9 +22,9 @@ from tokendepth.config import RunConfig, from_dict, to_dict
 from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.runs.files import disk_faults
 from tokendepth.runs.run import Run
-from tokendepth.train.loop import train
-from tokendepth.train.progress import console, loss_in_words
-from tokendepth.train.signals import StopSignals
+from tokendepth.training.loop import train
+from tokendepth.training.progress import console, loss_in_words
+from tokendepth.training.signals import StopSignals
 
 GPU_WORKERS = 8
 """Enough small models to keep one GPU busy: a run that trains for 11 s takes 30 more to start, compile and evaluate."""
@@ -156,7 +156,7 @@ class _Sweep:
         threads = str(max(1, (os.cpu_count() or 1) // self.workers))
         with disk_faults(log), log.open("w") as words:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tokendepth.train.sweep", json.dumps(task)],
+                [sys.executable, "-m", "tokendepth.training.sweep", json.dumps(task)],
                 env={"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path},
                 stdin=subprocess.PIPE,  # never written to: its end is the sweep's
                 stdout=words,

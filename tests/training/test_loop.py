@@ -25,8 +25,8 @@ from tokendepth.measure.evaluate import load_model
 from tokendepth.methods import build
 from tokendepth.runs import run as runs_module
 from tokendepth.runs.run import Run
-from tokendepth.train import loop as train_module
-from tokendepth.train.loop import _Training, train
+from tokendepth.training import loop as train_module
+from tokendepth.training.loop import _Training, train
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
@@ -564,7 +564,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from tokendepth.config import from_dict
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 for name, tree in json.loads(Path(sys.argv[1]).read_text()).items():
     train(from_dict(tree), Path(sys.argv[2]) / name, show=False)
 """

@@ -1,0 +1,159 @@
+"""The functions of `import tokendepth as td`: what the commands do, without printing.
+
+Their examples are run by a test, one after the other, as they stand in `tokendepth.__all__`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokendepth import data, methods
+from tokendepth.config import RunConfig
+from tokendepth.data.dataset import Split
+from tokendepth.infer import generate as generating
+from tokendepth.infer.compile import compiled
+from tokendepth.infer.text_model import TextModel
+from tokendepth.measure import evaluate as evaluating
+from tokendepth.model import LanguageModel
+from tokendepth.runs.run import Run
+from tokendepth.trace import Execution
+from tokendepth.training import loop
+
+AnyModel = TypeVar("AnyModel", LanguageModel, TextModel)
+
+
+def build(config: RunConfig) -> LanguageModel:
+    """The untrained model of a config, on the CPU; the same seed gives the same weights.
+
+    Where the config leaves the vocabulary to the corpus, the corpus is read (and downloaded, the first time).
+
+    >>> model = td.build(td.recipe("modern.budget_10m", {"model.vocab_size": 8192}))
+    >>> round(sum(weight.numel() for weight in model.parameters()) / 1e6)
+    11
+    """
+    if not config.model.vocab_size:
+        config = loop.resolve(config, data.load(config.data))
+    return methods.build(config)
+
+
+def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: bool = True) -> Run:
+    """Train a config into the folder `out`; `resume` goes on from its newest checkpoint. `show` prints progress.
+
+    Ctrl-C saves and stops within one step; the same call with `resume=True` then ends in the same weights.
+
+    >>> config = td.recipe("demo.tsa", {"data.corpus": "text:corpus.txt", "train.steps": 2})
+    >>> run = td.train(config, "runs/tsa", show=False)
+    >>> run.finished
+    True
+    """
+    return loop.train(config, out, resume=resume, show=show)
+
+
+def load(run: Run | str | Path, *, device: str = "auto", budget: float | None = None) -> TextModel:
+    """The trained model of a run folder, ready to be called on text or on ids.
+
+    `budget` sets the share of the tokens that its routed blocks work on, for a method that has such a dial.
+
+    >>> model = td.load("runs/tsa")
+    >>> out = model(["one text", "another"])
+    >>> sorted(out.trace.valid.sum(1).tolist())
+    [7, 8]
+    """
+    return TextModel.of(Run.open(_path(run)), device, budget)
+
+
+def evaluate(
+    run: Run | str | Path,
+    *,
+    split: Split = "val",
+    device: str = "auto",
+    timing: bool = True,
+    budget: float | None = None,
+    curve: bool = False,
+    tokens: int | None = None,
+) -> dict[str, Any]:
+    """Measure a finished run over a whole split: soft, hard and sparse, FLOPs, controls, time on this machine.
+
+    `curve` executes a model with a dial at each of its points; `tokens` takes the beginning of the split only. Figures
+    of the whole validation split at the run's own budget are kept in the folder, where `tokendepth report` finds them.
+
+    >>> figures = td.evaluate("runs/tsa", timing=False)
+    >>> sorted(figures["sparse"])[:2]
+    ['active_fraction', 'active_fraction_per_site']
+    >>> figures["decision_flips"]
+    0
+    """
+    opened = Run.open(_path(run))
+    found = evaluating.evaluate(
+        opened, split=split, device=device, timing=timing, budget=budget, curve=curve, tokens=tokens
+    )
+    if split == "val" and budget is None and tokens is None:
+        opened.write_evaluation(found)
+    return found
+
+
+class Generation:
+    """Text as it is generated: iterate over its pieces, or ask for all of it.
+
+    >>> generation = td.generate("runs/tsa", "def ", tokens=5, temperature=0)
+    >>> "".join(generation) == generation.text
+    True
+    >>> len(generation.spending.depth)
+    5
+    """
+
+    def __init__(self, pieces: Iterator[str], spending: generating.Spending) -> None:
+        self._rest, self._read = pieces, []
+        self.spending = spending
+        """What each token cost so far, and the seconds that all of them took."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._read
+        for piece in self._rest:
+            self._read.append(piece)
+            yield piece
+
+    @property
+    def text(self) -> str:
+        """The whole continuation; what is not there yet is generated now."""
+        return "".join(self)
+
+
+def generate(
+    run: Run | str | Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    seed: int = 0,
+    execution: Execution = "sparse",
+    device: str = "auto",
+    budget: float | None = None,
+) -> Generation:
+    """Continue a prompt with a finished run. Temperature 0 takes the likeliest token; `seed` fixes the others.
+
+    >>> len(td.generate("runs/tsa", "def ", tokens=5).text)
+    5
+    """
+    spending = generating.Spending()
+    pieces = generating.generate(
+        Run.open(_path(run)), prompt, spending, tokens=tokens, temperature=temperature, seed=seed,
+        execution=execution, device=device, budget=budget,
+    )  # fmt: skip
+    return Generation(pieces, spending)
+
+
+def compile(model: AnyModel) -> AnyModel:
+    """The same weights in the form that runs fastest, for inference; the first call of a shape takes some ten seconds.
+
+    >>> fast = td.compile(td.load("runs/tsa"))
+    >>> type(fast).__name__
+    'TextModel'
+    """
+    if isinstance(model, TextModel):
+        return TextModel(compiled(model.network), model.tokenizer)
+    return compiled(model)
+
+
+def _path(run: Run | str | Path) -> str | Path:
+    return run.path if isinstance(run, Run) else run
