@@ -29,7 +29,7 @@ def build(config: RunConfig) -> LanguageModel:
 
     >>> model = td.build(td.recipe("modern.budget_10m", {"model.vocab_size": 8192}))
     >>> round(sum(weight.numel() for weight in model.parameters()) / 1e6)
-    11
+    10
     """
     if not config.model.vocab_size:
         config = loop.resolve(config, data.load(config.data))
