@@ -98,15 +98,15 @@ def _tell(done: "Progress") -> None:
 
 @dataclass(frozen=True)
 class Pages:
-    """Make the README's tables, its figures and the pages in docs/ anew from results/: what `make readme` calls."""
+    """Make the tables and figures of README.md and docs/ anew from results/: what `make readme` calls."""
 
     def __call__(self) -> None:
         from benchmarks import speed
-        from paper import document, pages, readme, wanted
+        from paper import document, generated, pages, wanted
 
         docs, results = Path("docs"), Path("results")
         speed.write(results, docs / "SPEED.md")
-        readme.write(Path())
+        generated.write(Path())
         document.write(results, docs / "REPRODUCTION.md")
         pages.write(results, docs)
         wanted.write(results, docs / "BUDGET.md")

@@ -58,6 +58,9 @@ class Runs:
         kind = f"{task}_dense" if task else "dense"
         return self._seeds(lambda r: _kind(r) == kind and r.config.model.n_layer == layers)
 
+    def of(self, kind: str) -> dict[int, Record]:
+        return self._seeds(lambda r: _kind(r) == kind and r.config.model.n_layer == 6)
+
     def budget(self, budget: float, layers: int = 6, task: str = "", routing: str = "learned") -> dict[int, Record]:
         kind = f"{task}_budget" if task else "budget"
 

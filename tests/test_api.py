@@ -20,7 +20,7 @@ NAMES = FIRST + [name for name in td.__all__ if name not in FIRST]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("api")
-    (folder / "corpus.txt").write_text(TEXT * 4 + "def depth(token):\n", encoding="utf-8")
+    (folder / "corpus.txt").write_text(TEXT * 4 + "def depth(token): one text, another\n", encoding="utf-8")
     return folder
 
 

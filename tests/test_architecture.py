@@ -1,4 +1,4 @@
-"""The rules of the tree, read from the source: who imports whom, what stays confined, and that the README tells it.
+"""The rules of the tree, read from the source: who imports whom, what stays confined, and what is documented.
 
 Each rule is a function from text to a list of problems; beside the test that runs it over the repository stands one
 that shows it an offender, so that no rule can pass by looking at nothing.
@@ -225,7 +225,7 @@ def tree_problems(readme: str, files: list[str]) -> list[str]:
     """
     block = re.search(r"^#+ The tree[ \t]*\n(?:(?!#|```).*\n)*?```.*\n((?:.*\n)*?)```", readme, re.MULTILINE)
     if not block:
-        return ['README.md has no fenced block under a heading "The tree"']
+        return ['CONTRIBUTING.md has no fenced block under a heading "The tree"']
     lines = [line for line in block[1].splitlines() if line.strip()]
     depths = [(len(line) - len(line.lstrip(" "))) / 2 for line in lines]
     problems, parents, seen, covered = [], [], set(), set()
@@ -283,9 +283,9 @@ def test_no_file_names_a_private_path(files):
     assert not problems, "\n".join(problems)
 
 
-def test_readme_tree_equals_the_tracked_files(files):
-    assert "README.md" in files, "README.md is missing"
-    problems = tree_problems(read("README.md"), files)
+def test_the_documented_tree_equals_the_tracked_files(files):
+    assert "CONTRIBUTING.md" in files, "CONTRIBUTING.md is missing"
+    problems = tree_problems(read("CONTRIBUTING.md"), files)
     assert not problems, "\n".join(problems)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from paper.readme import render
+from paper.generated import render
 from tests.report.fakes import tsa_evaluation
 from tokendepth.errors import UserError
 from tokendepth.report import collect, markdown_table, rows

@@ -1,31 +1,103 @@
-"""The README's generated parts: whatever stands between `<!-- KIND: FILE -->` and `<!-- end -->` is made from FILE.
+"""The generated parts of README.md and docs/: what stands between `<!-- KIND: FILE -->` and `<!-- end -->`.
 
-Its figures are drawn into docs/figures/.
+Each is made from FILE, a path from the root of the repository; the figures beside them go to docs/figures/.
 """
 
+import inspect
 import re
+import textwrap
 from pathlib import Path
 
+import tokendepth
 from benchmarks.speed import headline
+from paper.wanted import Runs
+from tokendepth.report.records import Record
 from tokendepth.report.results import at_budgets, records
 from tokendepth.report.summary import Stat, group
-from tokendepth.report.tables import markdown_table
+from tokendepth.report.tables import markdown_table, piped
 from tokendepth.runs.files import write_bytes
 from tokendepth.runs.results import Row, read_rows
 
-PART = re.compile(r"(<!-- (results|headline|paper|training|faults): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PAGES = ("README.md", "docs/RESULTS.md", "docs/RELIABILITY.md", "docs/API.md")
+KINDS = "summary|results|headline|paper|training|faults|api"
+PART = re.compile(rf"(<!-- ({KINDS}): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def render(text: str, root: Path) -> str:
     """`text` with every generated part made anew from the files under `root`."""
     makers = {
+        "summary": _summary,
         "results": lambda path: markdown_table(group(at_budgets(records(path))), brief=True),
         "headline": lambda path: headline([row for row in read_rows(path) if row["positions"] == "trained"]),
         "paper": _paper_table,
         "training": _training_table,
         "faults": _faults_table,
+        "api": lambda path: _api(),
     }
     return PART.sub(lambda m: m[1] + makers[m[2]](root / m[3]) + m[5], text)
+
+
+SUMMARY = (("Tiny-Shakespeare", "shakespeare"), ("enwik8", "enwik8"))
+CLOCKS = (("two cores, batch 8", "CPU", 8), ("H200, batch 64", "NVIDIA", 64))
+
+
+def _summary(results: Path) -> str:
+    """The README's one table: what was skipped, what it cost beside a dense model of the same FLOPs, and the clock."""
+    titles = ["text", "model", "FLOPs skipped", "loss", "a dense model of the same FLOPs", *(c[0] for c in CLOCKS)]
+    lines = [titles, ["---", "---", *("--:" for _ in titles[2:])]]
+    timed = [row for row in read_rows(results / "forward.json") if row["positions"] == "trained"]
+    for text, name in SUMMARY:
+        runs = Runs.read(results / f"{name}.json")
+        models = {
+            ("dense, six layers", "dense", None): runs.dense(),
+            ("Token-Selective Attention, as in the paper", "tsa", None): runs.of("tsa"),
+            ("budget 0.4", "budget", 0.4): runs.budget(0.4),
+        }
+        for (title, method, asked), found in models.items():
+            clocks = [_speed(timed, f"{name}.{method}", asked, kind, batch) for _, kind, batch in CLOCKS]
+            lines.append([text, title, *_cells(runs, found, dense=method == "dense"), *clocks])
+            text = ""
+    return piped(lines)
+
+
+def _cells(runs: Runs, found: dict[int, Record], *, dense: bool) -> list[str]:
+    loss, skipped = (
+        Stat(tuple(r.needed(*key) for r in found.values())) for key in (("hard", "loss"), ("flops_skipped",))
+    )
+    beside = [runs.dense_at(seed, record.needed("flops_per_token")) for seed, record in found.items()]
+    numbers = tuple(value for value in beside if isinstance(value, float))
+    same = Stat(numbers).text(".3f") if len(numbers) == len(beside) and not dense else "\u2014"
+    return [f"{skipped.mean:.0%}".replace("-0%", "0%"), loss.text(".3f"), same]
+
+
+def _speed(timed: list[Row], run: str, asked: float | None, kind: str, batch: int) -> str:
+    """Of the one checkpoint that was timed on such a device."""
+    found = [
+        row["speedup"]
+        for row in timed
+        if (row["run"], row["batch"], row["asked"]) == (run, batch, asked)
+        and row["device"].startswith(kind)
+        and row["execution"] == "sparse"
+    ]
+    return f"{found[0]:.2f}x" if found else "not timed"
+
+
+def _api() -> str:
+    """Every public name, as its docstring tells it."""
+    parts = []
+    for name in sorted(tokendepth.__all__, key=lambda name: (name[0].isupper(), name)):  # functions first
+        thing = getattr(tokendepth, name)
+        words, _, example = (inspect.getdoc(thing) or "").partition(">>> ")
+        signature = "" if inspect.isclass(thing) else f"```python\ntd.{name}{_signature(thing)}\n```\n\n"
+        example = textwrap.dedent(f">>> {example}").strip()
+        parts.append(f"### `{name}`\n\n{signature}{words.strip()}\n\n```pycon\n{example}\n```\n")
+    return "\n".join(parts)
+
+
+def _signature(function: object) -> str:
+    """Without the modules that types live in."""
+    text = str(inspect.signature(function))  # pyright: ignore[reportArgumentType]
+    return re.sub(r"\b(?:[a-z_]+\.)+([A-Z])", r"\1", text)
 
 
 PAPER = {
@@ -101,7 +173,7 @@ def _fault_line(row: Row, other: str) -> str:
 
 
 def draw(root: Path) -> None:
-    """The figures that the README shows."""
+    """The figures of RESULTS.md and BUDGET.md."""
     from tokendepth.report.pareto import pareto
 
     (root / "docs/figures").mkdir(exist_ok=True)
@@ -115,7 +187,8 @@ def draw(root: Path) -> None:
 
 
 def write(root: Path) -> None:
-    """Make the generated parts of README.md and its figures anew."""
+    """Make the generated parts and their figures anew."""
     draw(root)
-    readme = root / "README.md"
-    write_bytes(readme, render(readme.read_text(encoding="utf-8"), root).encode())
+    for name in PAGES:
+        page = root / name
+        write_bytes(page, render(page.read_text(encoding="utf-8"), root).encode())
