@@ -1,4 +1,4 @@
-"""The paper beside the package: python -m paper reproduce, python -m paper compare, python -m paper pages."""
+"""The paper beside the package: python -m paper reproduce, compare, search, depth and pages."""
 
 import dataclasses
 import sys
@@ -11,6 +11,8 @@ import tyro
 from tokendepth.cli.main import main, program
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paper.grid import Progress
 
 
@@ -86,6 +88,66 @@ class Compare:
         _tell(done)
 
 
+@dataclass(frozen=True)
+class Search:
+    """Eight short runs for every method: the learning rate and main knob that `depth` takes. See paper/search.py.
+
+    What has its row in results/ is not repeated.
+    """
+
+    quick: bool = False
+    """A miniature of everything on this CPU: how it works, not what comes out."""
+    max_minutes: float | None = None
+    """Stop cleanly after this many minutes; the same line goes on."""
+    workers: int | None = None
+    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
+    out: Path = Path("runs/search")
+    """Folder of the run folders."""
+    results: Path | None = None
+    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+
+    def __call__(self) -> None:
+        from paper.search import search
+
+        _tell_of_depth(self, search)
+
+
+@dataclass(frozen=True)
+class Depth:
+    """What the search chose, at full length on test text, beside dense models: at equal executed and training FLOPs.
+
+    What has its row in results/ is not repeated; what is not searched to the end is left out.
+    """
+
+    seeds: int = 3
+    """How many seeds each, from 0; fewer than three prove nothing."""
+    quick: bool = False
+    """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
+    max_minutes: float | None = None
+    """Stop cleanly after this many minutes; the same line goes on."""
+    workers: int | None = None
+    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
+    out: Path = Path("runs/depth")
+    """Folder of the run folders."""
+    results: Path | None = None
+    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+
+    def __call__(self) -> None:
+        from paper.depth import depth
+
+        _tell_of_depth(self, depth)
+
+
+def _tell_of_depth(command: "Search | Depth", study: "Callable[..., Progress]") -> None:
+    from paper.depth_page import write
+
+    results = command.results or (command.out / "results" if command.quick else Path("results"))
+    settings: dict[str, Any] = {f.name: getattr(command, f.name) for f in dataclasses.fields(command)}
+    done = study(**{**settings, "results": results})
+    print(write(results, results.parent / "docs" / "WHERE_DEPTH_PAYS.md", quick=command.quick))
+    _tell(done)
+
+
 def _tell(done: "Progress") -> None:
     """What a study could not do."""
     for name, words in done.failed.items():
@@ -102,7 +164,7 @@ class Pages:
 
     def __call__(self) -> None:
         from benchmarks import speed
-        from paper import document, generated, pages, wanted
+        from paper import depth_page, document, generated, pages, wanted
 
         docs, results = Path("docs"), Path("results")
         speed.write(results, docs / "SPEED.md")
@@ -110,10 +172,13 @@ class Pages:
         document.write(results, docs / "REPRODUCTION.md")
         pages.write(results, docs)
         wanted.write(results, docs / "BUDGET.md")
+        depth_page.write(results, docs / "WHERE_DEPTH_PAYS.md")
 
 
 PAPER = program(
-    "python -m paper", "The paper reproduced, every method compared, and their pages.", (Reproduce, Compare, Pages)
+    "python -m paper",
+    "The paper reproduced, every method compared, and their pages.",
+    (Reproduce, Compare, Search, Depth, Pages),
 )
 
 if __name__ == "__main__":

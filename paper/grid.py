@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokendepth.config import RunConfig, from_dict, to_dict
+from tokendepth.data.dataset import Split
 from tokendepth.errors import UserError
 from tokendepth.report.results import row
 from tokendepth.runs.results import Row, add_rows, read_rows
@@ -81,13 +82,16 @@ def fill(
     deadline: Deadline,
     *,
     each: Iterable[Callable[[Run], None]] = (),
+    also: Callable[[Run], Row] | None = None,
     workers: int | None = None,
     tokens: int | None = None,
+    split: Split = "val",
     here: bool = False,
     show: bool = True,
 ) -> Progress:
     """Give every config a row in the results file at `path`, as far as time allows; `each` also hears of every run.
 
+    `also` gives a row more columns; `tokens` and `split` are what runs are evaluated on.
     `here` trains in this process, one after the other: for runs that take less time than a process takes to start.
     """
     from tokendepth.training.sweep import sweep, train_and_evaluate
@@ -97,12 +101,12 @@ def fill(
     def write(run: Run) -> None:
         for hear in each:
             hear(run)
-        add_rows(path, [{**row(run), "history": history(run)}], identity=("config",))
+        more = also(run) if also else {}
+        add_rows(path, [{**row(run), "history": history(run), **more}], identity=("config",))
 
     if not here:
-        outcome = sweep(
-            todo, out, workers=workers, curve=True, tokens=tokens, deadline=deadline.at, each=write, show=show
-        )
+        how = {"curve": True, "tokens": tokens, "split": split}
+        outcome = sweep(todo, out, workers=workers, deadline=deadline.at, each=write, show=show, **how)
         unwritten = missing(configs, path)  # finished before, by a call that was cut short
         for run in outcome.runs:
             if run.name in unwritten:
@@ -110,7 +114,7 @@ def fill(
         return Progress(outcome.failed, outcome.left)
     names = list(todo)
     while names and not deadline.passed():
-        write(train_and_evaluate(todo[names[0]], out / names[0], curve=True, tokens=tokens))
+        write(train_and_evaluate(todo[names[0]], out / names[0], curve=True, tokens=tokens, split=split))
         del names[0]
     return Progress({}, names)
 

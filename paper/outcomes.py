@@ -1,6 +1,7 @@
 """What results/ holds of each setting of a comparison: numbers over seeds, costs, and the dense models beside it."""
 
 import bisect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tokendepth.runs.results import Row, read_rows
 
 COSTS = "compare_costs.json"
 OUTSIDE = "outside"
+Cost = Literal["flops_per_token", "training_flops"]
 Beside = tuple[Stat, Stat] | Literal["outside"] | None
 """Loss of dense models at the same cost and the difference to it, where dense models are on both sides of it."""
 
@@ -30,6 +32,8 @@ class Executed:
     tlops_skipped: float
     flops_per_token: float
     parameters: int
+    training_flops: float
+    """Per token, forward and backward; not a number where the row does not say."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Outcomes:
         dense = [set(self.rows.get(_experiment(self.configs[one]), {})) for one in self.of("dense")]
         shared = set.intersection(*dense)
         found = {seed: row for seed, row in ran.items() if not shared or seed in shared}
-        if setting.skips is not None:  # the point is chosen from the curve
+        if setting.chosen_by_work:  # the point is chosen from the curve
             return {seed: row for seed, row in found.items() if row["evaluation"]["curve"]}
         return {seed: row for seed, row in found.items() if _point(row, setting.budget)}
 
@@ -131,12 +135,12 @@ class Outcomes:
     def of(self, method: str) -> list[Setting]:
         return [setting for setting in self.comparison.settings if setting.method == method]
 
-    def beside(self, setting: Setting, line: str = "dense") -> Beside:
+    def beside(self, setting: Setting, line: str = "dense", by: Cost = "flops_per_token") -> Beside:
         """Seed by seed, on the line through that seed's dense models: a seed's luck with its data is then in both.
 
-        `line` may be another method that skips nothing.
+        `line` may be another method that skips nothing; `by` is the cost that is the same.
         """
-        pairs = list(self._pairs(setting, self.of(line)))
+        pairs = list(self._pairs(setting, self.of(line), by))
         if not pairs:
             return None
         if any(dense == OUTSIDE for _, dense in pairs):
@@ -150,15 +154,15 @@ class Outcomes:
         values = tuple(one.loss / dense[one.seed] - 1 for one in self.executed(setting) if one.seed in dense)
         return Stat(values) if values else None
 
-    def _pairs(self, setting: Setting, line_of: list[Setting]) -> Iterator[tuple[float, float | str]]:
+    def _pairs(self, setting: Setting, line_of: list[Setting], by: Cost) -> Iterator[tuple[float, float | str]]:
         by_seed: dict[int, list[tuple[float, float]]] = {}
         for layers in line_of:
             for one in self.executed(layers):
-                by_seed.setdefault(one.seed, []).append((one.flops_per_token, one.loss))
+                by_seed.setdefault(one.seed, []).append((getattr(one, by), one.loss))
         for one in self.executed(setting):
             line = sorted(by_seed.get(one.seed, []))
             if line and len(line) == len(line_of):
-                yield one.loss, interpolate(line, one.flops_per_token)
+                yield one.loss, interpolate(line, getattr(one, by))
 
 
 def interpolate(line: list[tuple[float, float]], x: float) -> float | str:
@@ -196,4 +200,5 @@ def _executed(seed: int, row: Row, figures: Row) -> Executed:
         tlops_skipped=figures["tlops_skipped"],
         flops_per_token=figures["flops_per_token"],
         parameters=row["evaluation"]["parameters"],
+        training_flops=row.get("training_flops_per_token", math.nan),
     )

@@ -32,12 +32,14 @@ class Setting:
     method: str
     """On whose page it stands; `random` and `two_passes` are controls."""
     cell: str
-    """As `sweep` reads it, without the corpus."""
+    """As `sweep` reads it, without the corpus; empty where a study makes its configs itself."""
     level: Level = "any"
     budget: float | None = None
     """Of a model that can be executed at several, this one."""
     skips: float | None = None
     """Of a model with exits, the threshold at which this share of the work is skipped."""
+    flops: float | None = None
+    """Of a model with a curve, its point that executes about so many FLOPs a token."""
     matched: bool = False
     """With a feed-forward network as wide as it takes to have the dense model's parameters."""
     only: str | None = None
@@ -45,10 +47,15 @@ class Setting:
 
     def point(self, row: Row) -> float | None:
         """Where on the curve of a run this is; where the work decides that, the row of the first seed is asked."""
-        if self.skips is None:
+        if not self.chosen_by_work:
             return self.budget
-        nearest = min(row["evaluation"]["curve"], key=lambda point: abs(point["tlops_skipped"] - self.skips))
+        key, wanted = ("tlops_skipped", self.skips) if self.flops is None else ("flops_per_token", self.flops)
+        nearest = min(row["evaluation"]["curve"], key=lambda point: abs(point[key] - wanted))
         return nearest["threshold"]
+
+    @property
+    def chosen_by_work(self) -> bool:
+        return self.skips is not None or self.flops is not None
 
 
 def _dense(layers: int) -> Setting:
@@ -105,24 +112,28 @@ class Comparison:
     title: str
     corpus: str
     seeds: int
-    levels: tuple[Level, ...]
+    settings: tuple[Setting, ...]
     files: tuple[str, ...]
     """Where rows of the same experiments are looked for, the first before the others; new ones go into the first."""
     tokens: int | None = None
-    """Evaluated on the beginning of the validation text; none is all of it."""
+    """Evaluated on the beginning of the split; none is all of it."""
 
-    @property
-    def settings(self) -> list[Setting]:
-        return [one for one in SETTINGS if one.level in self.levels and one.only in (None, self.corpus)]
+
+def _settings(corpus: str, *levels: Level) -> tuple[Setting, ...]:
+    return tuple(one for one in SETTINGS if one.level in levels and one.only in (None, corpus))
 
 
 RUNS = "compare.json"
 COMPARISONS = {
     "shakespeare": Comparison(
-        "Tiny-Shakespeare", "shakespeare", 3, ("any", "half", "mild"), (RUNS, "reproduction.json", "shakespeare.json")
+        "Tiny-Shakespeare",
+        "shakespeare",
+        3,
+        _settings("shakespeare", "any", "half", "mild"),
+        (RUNS, "reproduction.json", "shakespeare.json"),
     ),
     # Rows of the whole text do not compare with these, so other files do not serve.
-    "enwik8": Comparison("enwik8", "enwik8", 1, ("any", "half"), (RUNS,), tokens=2**20),
+    "enwik8": Comparison("enwik8", "enwik8", 1, _settings("enwik8", "any", "half"), (RUNS,), tokens=2**20),
 }
 
 

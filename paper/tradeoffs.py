@@ -12,6 +12,7 @@ BROWN, PURPLE = "#7a4a21", "#4b2e83"  # dark, so that they stay apart from the o
 # Markers differ too: six colours are as many as stay apart to every eye.
 LOOKS = {
     "random": ("random routing", INK, "x"),
+    "thin": ("dense, thin and deep", GREY, "s"),
     "two_passes": ("two passes, nothing skipped", GREY, "d"),
     "tsa": ("TSA", VERMILLION, "s"),
     "budget": ("budget", BLUE, "o"),
@@ -27,20 +28,21 @@ LINES = ("solid", "dashed", "dotted")
 """Of the models of one method that have a curve."""
 
 
-def draw(outcomes: Outcomes, *highlight: str) -> Drawing | None:
-    """`highlight` is a method's name, and those of its controls."""
+def draw(outcomes: Outcomes, *highlight: str, split: str = "validation") -> Drawing | None:
+    """`highlight` is a method's name, and those of its controls; `split` is where the losses are from."""
     corpus, dense = outcomes.comparison.corpus, []
     for setting in outcomes.of("dense"):
         if place := _place(outcomes, setting):
             dense.append((setting.title.removeprefix("dense, "), place))
     name = "-".join(["compare", corpus, *highlight[:1]])
     caption = (
-        f"{outcomes.comparison.title}: validation loss over executed FLOPs per token. A coloured line is one trained "
+        f"{outcomes.comparison.title}: {split} loss over executed FLOPs per token. A coloured line is one trained "
         "model at several budgets or thresholds, a lone mark a model of its own, a hollow one made to match the "
         "parameters; grey lines skip nothing and have fewer layers; bars are standard deviations over the seeds. "
         "Above the frame stand losses too high for it; of a line, where it comes nearest."
     )
-    return tradeoff(name, caption, dense, series(outcomes), tuple(LOOKS[method][0] for method in highlight))
+    shown = tuple(LOOKS[method][0] for method in highlight)
+    return tradeoff(name, caption, dense, series(outcomes), shown, split=split)
 
 
 def series(outcomes: Outcomes) -> list[Points]:
@@ -50,7 +52,7 @@ def series(outcomes: Outcomes) -> list[Points]:
         if setting.method not in LOOKS or setting.method == "two_passes":
             continue
         label, colour, marker = LOOKS[setting.method]
-        if setting.budget is None and setting.skips is None:
+        if setting.budget is None and not setting.chosen_by_work:
             place = _place(outcomes, setting)
             found.append(Points(label, [place] if place else [], colour, marker, "none", filled=not setting.matched))
         elif setting.cell not in (drawn := curves.setdefault(setting.method, [])):

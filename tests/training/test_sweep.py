@@ -113,6 +113,14 @@ def test_at_the_deadline_what_runs_is_saved(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_run_is_evaluated_on_the_split_that_is_asked_for(tmp_path):
+    configs, out = {"dense": grid(tmp_path)["dense"]}, tmp_path / "sweep"
+    for split in ("val", "test"):
+        (run,) = sweep(configs, out, split=split, show=False).runs
+        assert (run.evaluation or {})["split"] == split
+
+
+@pytest.mark.slow
 def test_a_folder_of_another_config_is_a_failure_and_is_left_alone(tmp_path):
     configs, out = {"dense": grid(tmp_path)["dense"]}, tmp_path / "sweep"
     sweep(configs, out, show=False)

@@ -31,6 +31,7 @@ def tradeoff(
     dense: Sequence[tuple[str, Place]],
     series: Sequence[Points],
     highlight: tuple[str, ...] = (),
+    split: str = "validation",
 ) -> Drawing | None:
     """`dense` are labelled places on the grey line, which decide what the frame shows; without any it shows all.
 
@@ -63,7 +64,7 @@ def tradeoff(
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}")
         axes.set_xlabel("million FLOPs per token, executed (head and routers included)")
-        axes.set_ylabel("validation loss, executed\n(nats per token)")
+        axes.set_ylabel(f"{split} loss, executed\n(nats per token)")
         legend_below(figure, handles)
         return render(figure, name, caption)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tokendepth.config import RunConfig, from_dict, to_dict
+from tokendepth.data.dataset import Split
 from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.runs.files import disk_faults
 from tokendepth.runs.run import Run
@@ -60,12 +61,14 @@ def sweep(
     workers: int | None = None,
     curve: bool = False,
     tokens: int | None = None,
+    split: Split = "val",
     deadline: float | None = None,
     each: Callable[[Run], None] | None = None,
     show: bool = True,
 ) -> Outcome:
-    """Train and evaluate every config into `out/NAME`, `workers` at a time; `curve` and `tokens` as in `evaluate`.
+    """Train and evaluate every config into `out/NAME`, `workers` at a time.
 
+    `curve`, `tokens` and `split` are as in `evaluate`.
     At the `deadline`, a reading of `time.monotonic()`, whatever runs is saved and left for the next call. `each` is
     told of every run as soon as it is evaluated.
     """
@@ -73,7 +76,7 @@ def sweep(
         raise UserError(f"--workers is {workers}; expected 1 or more")
     with disk_faults(out):
         out.mkdir(parents=True, exist_ok=True)
-    how = {"curve": curve, "tokens": tokens}
+    how = {"curve": curve, "tokens": tokens, "split": split}
     return _Sweep(configs, out, workers or _default_workers(configs), how, deadline, each, show).run()
 
 
@@ -110,8 +113,8 @@ class _Sweep:
         )
 
     def run(self) -> Outcome:
-        curve = bool(self.how["curve"])
-        todo = [name for name, config in self.configs.items() if not _is_done(self.out / name, config, curve)]
+        wanted = {name: self.how[name] for name in ("curve", "split")}
+        todo = [name for name, config in self.configs.items() if not _is_done(self.out / name, config, **wanted)]
         done = len(self.configs) - len(todo)
         if done:
             self._say(f"{done} of {len(self.configs)} runs are finished already")
@@ -196,33 +199,37 @@ class _Sweep:
             console.print(line, markup=False, soft_wrap=True)
 
 
-def _is_done(folder: Path, config: RunConfig, curve: bool) -> bool:
+def _is_done(folder: Path, config: RunConfig, curve: bool, split: Split) -> bool:
     """Finished, evaluated, and of this very config (the vocabulary apart, which only the corpus knows)."""
     try:
         run = Run.open(folder)
         found, wanted = to_dict(run.config), to_dict(config)
         found["model"]["vocab_size"] = wanted["model"]["vocab_size"]
-        return run.finished and _is_evaluated(run, curve) and found == wanted
+        return run.finished and _is_evaluated(run, curve, split) and found == wanted
     except UserError:  # not there, or not readable: the worker says what is wrong
         return False
 
 
-def _is_evaluated(run: Run, curve: bool) -> bool:
-    """With its curve, where one is asked for and can be had."""
+def _is_evaluated(run: Run, curve: bool, split: Split) -> bool:
+    """On that split, with its curve, where one is asked for and can be had."""
     from tokendepth.measure.evaluate import has_curve
 
     evaluation = run.evaluation
-    return evaluation is not None and bool(evaluation["curve"] or not (curve and has_curve(run.config)))
+    if evaluation is None or evaluation["split"] != split:
+        return False
+    return bool(evaluation["curve"] or not (curve and has_curve(run.config)))
 
 
-def train_and_evaluate(config: RunConfig, folder: str | Path, *, curve: bool, tokens: int | None = None) -> Run:
+def train_and_evaluate(
+    config: RunConfig, folder: str | Path, *, curve: bool, tokens: int | None = None, split: Split = "val"
+) -> Run:
     """What one worker does. Times are not taken: its neighbours would be in them."""
     from tokendepth.measure.evaluate import evaluate, has_curve
 
     run = train(config, folder, resume=True, show=False)
-    if not _is_evaluated(run, curve):
-        curve = curve and has_curve(config)
-        run.write_evaluation(evaluate(run, device=config.train.device, timing=False, curve=curve, tokens=tokens))
+    if not _is_evaluated(run, curve, split):
+        how = {"curve": curve and has_curve(config), "tokens": tokens, "split": split}
+        run.write_evaluation(evaluate(run, device=config.train.device, timing=False, **how))
     return run
 
 

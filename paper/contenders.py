@@ -1,0 +1,125 @@
+"""Who is compared on where depth pays, declared: for every method one main knob with two values, and why that knob.
+
+All are trained on the bytes of enwik8 with the same block, optimiser and batches. Each value of a knob comes with the
+number of layers at which the method executes about the FLOPs of six dense layers, so that no method is chosen for
+spending more. Only a learning rate and a knob are chosen, by `search.py`; all else is the method's default. Nobody
+trains by two passes: only budget routing has them, and on this text they cost it quality (docs/LOG.md).
+"""
+
+from dataclasses import dataclass, replace
+
+from paper import tables
+from paper.evidence import PAPER
+from tokendepth.config import METHOD_CONFIGS, DataConfig, ModelConfig, RunConfig, TrainConfig, override
+
+DATA = DataConfig("enwik8", "byte")
+MODEL = ModelConfig(
+    d_model=256, n_layer=6, n_head=4, d_ff=688, context=256, dropout=0.0, norm="rms", positions="rotary", qk_norm=True,
+    ffn="swiglu", ffn_bias=False,
+)  # fmt: skip
+RATES = (1e-3, 2e-3, 4e-3, 3e-4)
+"""The most promising first: a search that is cut short has it for everybody. 3e-4 is what all rows before had, 1e-3 was
+better by 7 to 8% on enwik8, one of the papers takes 3e-3; each is two to three times its neighbour."""
+SHORT, LONG = 800, 4000
+"""Steps of a run of the search, and of one that is reported."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    title: str
+    method: str
+    """As METHOD_CONFIGS calls it."""
+    knob: str
+    why: str
+    """That this is its main knob."""
+    values: dict[str, str]
+    """What each value is called in tables, and its overrides, as `sweep` reads them."""
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def config(self, value: str, rate: float, steps: int, seed: int = 0) -> RunConfig:
+        train = TrainConfig(
+            steps=steps, batch_size=64, lr=rate, seed=seed, eval_every=max(1, steps // 4), checkpoint_every=steps
+        )
+        config = RunConfig(DATA, MODEL, METHOD_CONFIGS[self.method](), train)
+        changes = (change.split("=") for change in self.values[value].split(":"))
+        return override(config, {key.replace("-", "_"): chosen for key, chosen in changes})
+
+    def run_name(self, value: str, rate: float, steps: int, seed: int = 0) -> str:
+        plain = value.replace(", ", "-").replace(" ", "_")
+        return f"{self.name}-{plain}-lr={rate:g}-steps={steps}-seed{seed}"
+
+
+DENSE = Contender(
+    "dense", "dense", "dense", "layers",
+    "nothing else decides what a dense model costs; these three make the line that all others are judged by",
+    {f"{n} layers": f"model.n-layer={n}" for n in (4, 6, 8)},
+)  # fmt: skip
+THIN = Contender(
+    "thin", "dense, thin and deep", "dense", "shape",
+    "a control: depth bought with width at the same FLOPs, and nothing routed",
+    {
+        "10 layers of 192": "model.n-layer=10:model.d-model=192:model.n-head=3:model.d-ff=512",
+        "14 layers of 160": "model.n-layer=14:model.d-model=160:model.n-head=5:model.d-ff=432",
+    },
+)  # fmt: skip
+ONE_PASS = "method.dial=False:method.distill=0"
+CONTENDERS = (
+    DENSE,
+    THIN,
+    Contender(
+        "tsa", "TSA", "tsa", "depth penalty", "the price of depth is all that can be told to it",
+        {f"penalty {value}": f"model.n-layer=8:method.depth-penalty={value}" for value in ("0.001", "0.01")},
+    ),
+    Contender(
+        "budget", "budget routing", "budget", "budget", "the share of tokens that each block works on",
+        {
+            "0.65, 8 layers": f"model.n-layer=8:method.budget=0.65:{ONE_PASS}",
+            "0.4, 11 layers": f"model.n-layer=11:method.budget=0.4:{ONE_PASS}",
+        },
+    ),
+    Contender(
+        "mod", "Mixture-of-Depths", "mod", "capacity", "the paper's own ablation: how few tokens a block takes",
+        {
+            "0.125, 10 layers": "model.n-layer=10:method.capacity=0.125",
+            "0.5, 8 layers": "model.n-layer=8:method.capacity=0.5",
+        },
+    ),
+    Contender(
+        "early_exit", "early exit", "early_exit", "who decides", "its two papers differ in this alone",
+        {
+            "confidence, 8 layers": "model.n-layer=8:method.exit=confidence",
+            "learned, 8 layers": "model.n-layer=8:method.exit=learned:method.oracle=likelihood",
+        },
+    ),
+    Contender(
+        "mor", "Mixture-of-Recursions", "mor", "recursions", "how often the shared layers return",
+        {f"{n} recursions, 8 layers": f"model.n-layer=8:method.recursions={n}" for n in (2, 3)},
+    ),
+    Contender(
+        "act", "ACT", "act", "ponder cost", "the price of a step; its paper calls results sensitive to it",
+        {f"ponder cost {value}": f"model.n-layer=8:method.ponder-cost={value}" for value in ("0.01", "0.001")},
+    ),
+    Contender(
+        "itt", "Inner Thinking", "itt", "steps", "how often a layer thinks: the paper's main ablation",
+        {
+            "2 steps, 5 layers": "model.n-layer=5:method.steps=2",
+            "4 steps, 3 layers": "model.n-layer=3:method.steps=4",
+        },
+    ),
+    Contender(
+        "switch", "Switch", "switch", "experts", "how many networks there are to choose from; it saves no depth",
+        {f"{n} experts": f"model.n-layer=6:method.experts={n}" for n in (4, 8)},
+    ),
+)  # fmt: skip
+
+
+def miniature(config: RunConfig) -> RunConfig:
+    """The same experiment at a size that a CPU trains in a fraction of a second, with its own layers and rate."""
+    small = tables.miniature(config, layers=config.model.n_layer)
+    steps = small.train.steps // 2 if config.train.steps == SHORT else small.train.steps
+    train = replace(small.train, lr=config.train.lr, steps=steps, eval_every=steps, checkpoint_every=steps)
+    # A text that is soon read: training ends with a validation.
+    return replace(small, data=replace(small.data, corpus=f"text:{PAPER}"), train=train)

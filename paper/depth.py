@@ -1,0 +1,203 @@
+"""Where depth pays: what the search chose, trained at full length under three seeds and executed on the test split.
+
+Dense models with 3 to 12 layers are the line that each method is judged by, at equal executed and at equal training
+FLOPs; thin deep ones and random routing are controls. The runner-up of a few contenders is trained at full length too:
+it shows whether short runs order settings as long ones do.
+
+    from paper.depth import depth
+    depth(max_minutes=9)                    # repeat it until nothing is left
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokendepth.training.progress import console
+
+from paper import contenders, grid, tables
+from paper.contenders import DENSE, LONG, Contender, miniature
+from paper.evidence import by_experiment
+from paper.grid import Deadline, Progress, same
+from paper.outcomes import Outcomes
+from paper.search import Search, Tried
+from paper.settings import Comparison, Setting
+from tokendepth.config import RunConfig, override
+from tokendepth.errors import UserError
+from tokendepth.methods import dial_of
+from tokendepth.runs.results import Row, read_rows
+from tokendepth.runs.run import Run
+
+ROWS = "depth.json"
+TOKENS = 2**20
+SEEDS = 3
+LAYERS = (6, 3, 4, 8, 12)
+"""Of dense models; six first, which others are compared with by name."""
+ORDER = ("dense", "thin", "mod", "budget", "itt")
+"""Contenders whose runner-up is trained at full length too."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A setting and the run of its first seed."""
+
+    setting: Setting
+    config: RunConfig
+    rate: float
+    value: str
+    """Of the contender's knob."""
+
+    def runs(self, seeds: int) -> dict[str, RunConfig]:
+        words = self.setting.title.replace(", ", "-").replace(" ", "_")
+        label = f"{words}-lr={self.rate:g}"
+        seeded = ((seed, replace(self.config, train=replace(self.config.train, seed=seed))) for seed in range(seeds))
+        return {f"{label}-seed{seed}": config for seed, config in seeded}
+
+
+def entries(search: Search, *, quick: bool = False) -> list[Entry]:
+    """All settings of which the search is complete: dense models first, six layers before all others."""
+    found = []
+    for layers in LAYERS:
+        if (rate := search.rate_of_dense(layers)) is not None:
+            config = DENSE.config("6 layers", rate, LONG)
+            config = replace(config, model=replace(config.model, n_layer=layers))
+            found.append(Entry(Setting(f"dense, {layers} layers", "dense", ""), config, rate, f"{layers} layers"))
+    for one in contenders.CONTENDERS:
+        choice = search.choice(one)
+        if one is not DENSE and choice is not None:
+            found.append(_entry(choice, f"{one.title}, {choice.value}", one.name, search.target))
+            if one.name == "budget":
+                dice = _entry(choice, f"random routing, {choice.value}", "random", None)
+                found.append(replace(dice, config=override(dice.config, {"method.routing": "random"})))
+    return [replace(entry, config=miniature(entry.config)) for entry in found] if quick else found
+
+
+def runners_up(search: Search, *, quick: bool = False) -> list[Entry]:
+    found = []
+    for one in contenders.CONTENDERS:
+        second = runner_up(search, one)
+        if one.name in ORDER and second is not None:
+            found.append(_entry(second, f"{one.title}, {second.value}, second", one.name, search.target))
+    return [replace(entry, config=miniature(entry.config)) for entry in found] if quick else found
+
+
+def runner_up(search: Search, one: Contender) -> Tried | None:
+    """The second of a contender's runs; of dense models, with six layers, all of which lie on the line."""
+    tried = search.tried[one] if not search.missing[one] else []
+    if one is DENSE:
+        tried = sorted((t for t in tried if t.value == "6 layers"), key=lambda t: t.loss)
+    return tried[1] if len(tried) > 1 else None
+
+
+def _entry(tried: Tried, title: str, method: str, target: float | None) -> Entry:
+    config = tried.contender.config(tried.value, tried.rate, LONG)
+    dial = dial_of(config)
+    flops = target if dial is not None and dial.trained else None
+    return Entry(Setting(title, method, "", flops=flops), config, tried.rate, tried.value)
+
+
+def depth(
+    *,
+    seeds: int = SEEDS,
+    quick: bool = False,
+    max_minutes: float | None = None,
+    out: Path = Path("runs/depth"),
+    results: Path = Path("results"),
+    workers: int | None = None,
+    show: bool = True,
+) -> Progress:
+    """Fill the rows of the comparison as far as the search in `results` is complete; run folders go to `out`."""
+    if seeds < 1:
+        raise UserError(f"--seeds is {seeds}; expected 1 or more")
+    if max_minutes is not None and not max_minutes > 0:
+        raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
+    search, seeds = Search.read(results, quick=quick), 1 if quick else seeds
+    configs = {n: c for entry in entries(search, quick=quick) for n, c in entry.runs(seeds).items()}
+    configs |= {n: c for entry in runners_up(search, quick=quick) for n, c in entry.runs(1).items()}
+    waiting = [one.title for one in contenders.CONTENDERS if search.missing[one]]
+    if waiting and show:
+        line = f"not searched to the end, so left out: {', '.join(waiting)}; run: python -m paper search"
+        console.print(line, markup=False, soft_wrap=True)
+    tokens = tables.MINIATURE_TOKENS if quick else TOKENS
+    how = {"workers": workers, "tokens": tokens, "split": "test", "here": quick, "show": show, "also": _costs}
+    done = grid.fill(configs, out, results / ROWS, Deadline.after(max_minutes), **how)
+    done.left += [f"the search of {title}" for title in waiting]
+    return done
+
+
+def _costs(run: Run) -> Row:
+    """What a row holds besides its evaluation; keys and values of the first seed alone, on this CPU."""
+    found: Row = {"training_flops_per_token": _training_flops(replace_seed(run.config))}
+    return found | (_keys_and_values(run) if run.config.train.seed == 0 else {})
+
+
+def replace_seed(config: RunConfig, seed: int = 0) -> RunConfig:
+    return replace(config, train=replace(config.train, seed=seed))
+
+
+@functools.cache
+def _training_flops(config: RunConfig) -> float:
+    from tokendepth.measure.flops import training_flops
+
+    return training_flops(config)
+
+
+def _keys_and_values(run: Run) -> Row:
+    import torch
+
+    from paper.costs import BATCH, cached
+    from tokendepth import data
+    from tokendepth.measure.evaluate import batches, load_model
+
+    cpu, dataset = torch.device("cpu"), data.load(run.config.data)
+    ids = next(batches(dataset, "test", run.config.model.context, cpu))[0][:BATCH]
+    return cached(load_model(run, cpu), ids)
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+def outcomes(results: Path, *, quick: bool = False) -> tuple[Outcomes, list[Entry]]:
+    """Numbers over seeds of every entry, and the entries."""
+    found, path = entries(Search.read(results, quick=quick), quick=quick), results / ROWS
+    comparison = Comparison("enwik8, bytes", "enwik8-bytes", SEEDS, tuple(e.setting for e in found), (ROWS,), TOKENS)
+    rows = by_experiment(read_rows(path) if path.exists() else [])
+    return Outcomes(comparison, {entry.setting: entry.config for entry in found}, rows, {}), found
+
+
+@dataclass(frozen=True)
+class Order:
+    """Two settings of a contender, short and long: relative difference of the second's validation loss to the first's.
+
+    None where the long run is not there yet.
+    """
+
+    contender: Contender
+    first: str
+    second: str
+    short: float
+    long: float | None
+
+
+def order(results: Path, *, quick: bool = False) -> list[Order]:
+    """Whether full length keeps the order of the search, by the validation that ends each training."""
+    search, path = Search.read(results, quick=quick), results / ROWS
+    rows = by_experiment(read_rows(path) if path.exists() else [])
+    found = []
+    for one in contenders.CONTENDERS:
+        best, second = search.choice(one), runner_up(search, one)
+        if one is DENSE:
+            best = min((t for t in search.tried[one] if t.value == "6 layers"), key=lambda t: t.loss, default=None)
+        if one.name not in ORDER or best is None or second is None:
+            continue
+        long = [_last_validation(rows, t, quick=quick) for t in (best, second)]
+        ratio = long[1] / long[0] - 1 if long[0] and long[1] else None
+        short = second.row["history"][-1]["val_loss"] / best.row["history"][-1]["val_loss"] - 1
+        first, other = (f"{t.value}, {t.rate:g}" for t in (best, second))
+        found.append(Order(one, first, other, short, ratio))
+    return found
+
+
+def _last_validation(rows: dict[str, dict[int, Row]], tried: Tried, *, quick: bool) -> float | None:
+    config = tried.contender.config(tried.value, tried.rate, LONG)
+    row = rows.get(same(miniature(config) if quick else config, seed=False), {}).get(0)
+    return row["history"][-1]["val_loss"] if row else None

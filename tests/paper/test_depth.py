@@ -1,0 +1,292 @@
+"""Where depth pays: the rule of the search on made-up rows, and both commands in miniature."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paper import contenders, depth, depth_page
+from paper.__main__ import PAPER
+from paper.contenders import CONTENDERS, DENSE, LONG, RATES, SHORT, Contender
+from paper.search import ROWS, Search, runs
+from tests.tiny import hashes
+from tokendepth.cli.main import main
+from tokendepth.config import RunConfig, to_dict
+from tokendepth.methods import METHODS, build, outline
+from tokendepth.runs.results import read_rows
+
+MOD = next(one for one in CONTENDERS if one.name == "mod")
+EXIT = next(one for one in CONTENDERS if one.name == "early_exit")
+SIX = 11e6
+
+
+def made_up(config: RunConfig, loss: float, flops: float, curve: tuple[tuple[float, float, float], ...] = ()) -> Any:
+    """A row; `curve` has thresholds, losses and FLOPs."""
+    figures = {"sparse": {"loss": loss, "active_fraction": 1.0}, "flops_per_token": flops, "tlops_skipped": 0.0}
+    points = [
+        {"threshold": t, "sparse": {"loss": y, "active_fraction": 1.0}, "flops_per_token": x, "tlops_skipped": 0.0}
+        for t, y, x in curve
+    ]
+    evaluation = {**figures, "parameters": 100, "curve": points}
+    row = {"config": to_dict(config), "evaluation": evaluation, "history": [{"step": 1, "val_loss": loss}]}
+    return row | {"training_flops_per_token": 3 * flops}
+
+
+def dense_rows(steps: int = SHORT) -> list[Any]:
+    """2.0, 1.8 and 1.7 at a rate of 2e-3 with 4, 6 and 8 layers; 0.1 worse at the others."""
+    losses = {"4 layers": (2.0, SIX * 4 / 6), "6 layers": (1.8, SIX), "8 layers": (1.7, SIX * 8 / 6)}
+    return [
+        made_up(DENSE.config(value, rate, steps), loss + 0.1 * (rate != 2e-3), flops)
+        for value, (loss, flops) in losses.items()
+        for rate in RATES
+    ]
+
+
+def read(folder: Path, rows: list[Any]) -> Search:
+    (folder / ROWS).write_text(json.dumps(rows))
+    return Search.read(folder)
+
+
+# --- what is tried ----------------------------------------------------------------------------------------------------
+
+
+def test_every_method_gets_the_same_eight_runs():
+    assert {one.method for one in CONTENDERS} == set(METHODS)
+    for one in CONTENDERS:
+        mine = [config for name, config in runs().items() if name.startswith(f"{one.name}-")]
+        assert len(mine) == (12 if one is DENSE else 8)
+        assert {config.train.lr for config in mine} == set(RATES)
+        assert {(config.train.steps, config.train.seed, config.data.tokens) for config in mine} == {(SHORT, 0, "byte")}
+        assert len({json.dumps(to_dict(config), sort_keys=True) for config in mine}) == len(mine)
+        assert {config.model.context for config in mine} == {256}
+    assert len(runs()) == sum(len(one.values) * len(RATES) for one in CONTENDERS)
+
+
+def test_the_best_rate_is_tried_first_by_all():
+    """A search that is cut short has compared something."""
+    first = list(runs().values())[: sum(len(one.values) for one in CONTENDERS)]
+    assert {config.train.lr for config in first} == {RATES[0]}
+
+
+def flops(config: RunConfig, share: float) -> float:
+    """Executed, with this share of the tokens active at every routed site."""
+    model = outline(replace(config, model=replace(config.model, vocab_size=256)))
+    sites = model.method.sites(config.model.context)
+    return model.head_flops + sum(s.always + s.router + s.active * (share if s.routed else 1) for s in sites)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "share"),
+    [("budget", "0.65, 8 layers", 0.65), ("budget", "0.4, 11 layers", 0.4), ("mod", "0.125, 10 layers", 0.125),
+     ("mod", "0.5, 8 layers", 0.5), ("thin", "10 layers of 192", 1), ("thin", "14 layers of 160", 1),
+     ("switch", "4 experts", 1), ("switch", "8 experts", 1), ("itt", "2 steps, 5 layers", 0.7),
+     ("itt", "4 steps, 3 layers", 0.7)],
+)  # fmt: skip
+def test_what_can_be_told_what_to_spend_spends_what_six_dense_layers_do(name, value, share):
+    one = next(one for one in CONTENDERS if one.name == name)
+    six = flops(DENSE.config("6 layers", 1e-3, SHORT), 1)
+    within = 0.15 if name == "itt" else 0.05
+    assert flops(one.config(value, 1e-3, SHORT), share) == pytest.approx(six, rel=within)
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_judged_by_dense_models_of_its_own_cost(tmp_path):
+    """At seven layers' FLOPs dense models lose 1.75, so that 1.77 there is worse than 1.81 at six layers'."""
+    cheap, dear = (MOD.config(value, 1e-3, SHORT) for value in MOD.values)
+    found = read(tmp_path, [*dense_rows(), made_up(cheap, 1.81, SIX), made_up(dear, 1.77, SIX * 7 / 6)])
+    best, second = found.tried[MOD]
+    assert (best.row["config"], second.row["config"]) == (to_dict(cheap), to_dict(dear))
+    assert best.difference == pytest.approx(1.81 / 1.8 - 1)
+    assert second.dense == pytest.approx(1.75)
+
+
+def test_beyond_the_line_its_last_point_stands_for_it(tmp_path):
+    cheap, dear = (MOD.config(value, 1e-3, SHORT) for value in MOD.values)
+    found = read(tmp_path, [*dense_rows(), made_up(cheap, 3.0, SIX / 3), made_up(dear, 1.7, SIX * 3)])
+    assert {tried.value: tried.dense for tried in found.tried[MOD]} == dict(zip(MOD.values, (2.0, 1.7), strict=True))
+
+
+def test_a_choice_waits_for_all_eight_runs_and_those_that_diverged_have_lost(tmp_path):
+    rows = [made_up(MOD.config(value, rate, SHORT), 1.9 + rate, SIX) for value in MOD.values for rate in RATES]
+    found = read(tmp_path, [*dense_rows(), *rows[:-1]])
+    assert found.missing[MOD] == 1
+    assert found.choice(MOD) is None
+    lost = {"config": rows[0]["config"], "failed": "step 3: loss nan, first not finite: the loss"}
+    found = read(tmp_path, [*dense_rows(), lost, *rows[1:]])
+    choice = found.choice(MOD)
+    assert choice is not None
+    assert (choice.rate, choice.at_the_edge) == (3e-4, True)
+    assert (found.lost[MOD], found.missing[MOD], len(found.tried[MOD])) == (1, 0, 7)
+
+
+def test_exits_are_judged_where_they_cost_what_six_layers_do(tmp_path):
+    """Not where their loss is best."""
+    config = EXIT.config(next(iter(EXIT.values)), 1e-3, SHORT)
+    curve = ((1.0, 1.5, SIX * 8 / 6), (0.9, 1.9, SIX * 1.02), (0.5, 2.5, SIX / 2))
+    (tried,) = read(tmp_path, [*dense_rows(), made_up(config, 1.7, SIX, curve)]).tried[EXIT]
+    assert (tried.loss, tried.flops) == (1.9, SIX * 1.02)
+
+
+def test_dense_models_take_the_rate_of_the_nearest_number_of_layers(tmp_path):
+    rows = dense_rows()
+    for row in rows:  # eight layers want a lower rate than the others
+        if row["config"]["model"]["n_layer"] == 8 and row["config"]["train"]["lr"] == 3e-4:
+            row["evaluation"]["sparse"]["loss"] = 1.6
+    found = read(tmp_path, rows)
+    assert [found.rate_of_dense(layers) for layers in (3, 4, 6, 8, 12)] == [2e-3, 2e-3, 2e-3, 3e-4, 3e-4]
+    assert read(tmp_path, rows[1:]).rate_of_dense(6) is None, "not searched to the end"
+
+
+# --- what is reported -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def searched(tmp_path) -> Path:
+    """A complete search of made-up rows; whoever comes first in RATES and values wins."""
+    rows = dense_rows()
+    for one in CONTENDERS[1:]:
+        for n, value in enumerate(one.values):
+            for rate in RATES:
+                curve = ((0.9, 1.9 + n + rate, SIX),) if one is EXIT else ()
+                rows.append(made_up(one.config(value, rate, SHORT), 1.9 + n + rate, SIX, curve))
+    (tmp_path / ROWS).write_text(json.dumps(rows))
+    return tmp_path
+
+
+def test_what_the_search_chose_is_what_is_trained(searched):
+    found = {entry.setting.method: entry for entry in depth.entries(Search.read(searched)) if entry.rate != 2e-3}
+    assert found.keys() == {*(one.name for one in CONTENDERS[1:]), "random"}
+    for one in CONTENDERS[1:]:
+        assert found[one.name].config == one.config(next(iter(one.values)), 3e-4, LONG)
+    mine, dice = found["budget"].config, found["random"].config
+    assert replace(dice, method=mine.method) == mine
+    assert (vars(dice.method)["routing"], vars(dice.method)["budget"]) == ("random", vars(mine.method)["budget"])
+    assert found["early_exit"].setting.flops == SIX, "executed where it costs what six layers do"
+    assert list(found["mod"].runs(2).values())[1].train.seed == 1
+
+
+def test_every_method_lies_between_two_dense_models(searched):
+    dense = [entry.config for entry in depth.entries(Search.read(searched)) if entry.setting.method == "dense"]
+    assert sorted(config.model.n_layer for config in dense) == [3, 4, 6, 8, 12]
+    assert dense[0].model.n_layer == 6
+    assert {config.train.steps for config in dense} == {LONG}
+
+
+def long_rows(results: Path) -> list[Any]:
+    rows = []
+    for entry in depth.entries(Search.read(results)):
+        for seed, config in enumerate(entry.runs(3).values()):
+            layers = config.model.n_layer
+            plain = entry.setting.method == "dense"
+            loss = 3 - layers / 10 if plain else 2.2
+            cost = 1e6 * layers if plain else 7e6
+            rows.append(made_up(config, loss + 0.01 * seed, cost, ((0.9, loss, cost),) if entry.setting.flops else ()))
+            rows[-1]["training_flops_per_token"] = 3e6 * layers if plain else 15e6
+    return rows
+
+
+def test_two_tables_at_two_costs(searched):
+    """Seven layers' FLOPs executed and five layers' trained: dense models lose 2.3 and 2.5 there."""
+    (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
+    found, made = depth.outcomes(searched)
+    mod = next(entry for entry in made if entry.setting.method == "mod")
+    executed, trained = (found.beside(mod.setting, by=by) for by in ("flops_per_token", "training_flops"))
+    assert isinstance(executed, tuple)
+    assert isinstance(trained, tuple)
+    assert executed[0].values == pytest.approx((2.3, 2.31, 2.32))
+    assert trained[0].values == pytest.approx((2.5, 2.51, 2.52))
+    page = depth_page.document(searched, "")
+    executed, trained = page.split("## At equal executed FLOPs")[1].split("## At equal training FLOPs")
+    line = "| Mixture-of-Depths, 0.125, 10 layers | "
+    assert f"{line}0.0003 | 2.2100 ± 0.0100 (n=3) | 2.3100 | -4.33% ± 0.02% | better | 7,000,000 |" in executed
+    assert f"{line}2.2100 ± 0.0100 (n=3) | 2.5100 | -11.95% ± 0.05% | better | 15,000,000 |" in trained
+
+
+def test_the_order_of_short_runs_is_checked_by_long_ones(searched):
+    found = {one.contender.name: one for one in depth.order(searched)}
+    assert found.keys() == set(depth.ORDER)
+    assert found["mod"].long is None, "not run"
+    best, second = Search.read(searched).tried[MOD][:2]
+    assert found["mod"].short == pytest.approx(second.loss / best.loss - 1)
+    runs = [made_up(MOD.config(t.value, t.rate, LONG), loss, SIX) for t, loss in ((best, 1.0), (second, 0.99))]
+    (searched / depth.ROWS).write_text(json.dumps(runs))
+    (mod,) = (one for one in depth.order(searched) if one.contender is MOD)
+    assert mod.long == pytest.approx(-0.01)
+    assert depth_page.short_and_long([mod]).rstrip().endswith("| no |")
+
+
+def test_what_was_not_run_has_no_number(tmp_path):
+    page = depth_page.document(tmp_path, "").split("### What was chosen")[1].split("## How to read")[0]
+    assert page.count("| not run |") == len(CONTENDERS) + 3
+    assert "±" not in page
+
+
+def test_the_rule_stands_on_the_page():
+    """As it stands in the code."""
+    rule = depth_page.rule()
+    assert rule.startswith("1. Every contender")
+    assert all(f"\n{n}. " in rule for n in (2, 3, 4, 5))
+    assert f"{SHORT} steps" in rule.replace("\n   ", " ")
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few(monkeypatch) -> tuple[Contender, ...]:
+    """Two contenders besides the dense models, at two rates: enough to see both commands work."""
+    some = (DENSE, MOD, EXIT)
+    monkeypatch.setattr(contenders, "CONTENDERS", some)
+    monkeypatch.setattr(contenders, "RATES", (1e-3, 2e-3))
+    return some
+
+
+@pytest.mark.slow
+def test_both_commands_in_miniature(few, tmp_path, capsys):
+    rows = tmp_path / "results"
+    main(["search", "--quick", "--out", str(tmp_path / "search"), "--results", str(rows)], PAPER)
+    assert len(read_rows(rows / ROWS)) == 2 * sum(len(one.values) for one in few)
+    assert {row["evaluation"]["split"] for row in read_rows(rows / ROWS)} == {"val"}
+    main(["depth", "--quick", "--out", str(tmp_path / "depth"), "--results", str(rows)], PAPER)
+    found = read_rows(rows / depth.ROWS)
+    assert {row["evaluation"]["split"] for row in found} == {"test"}
+    assert all(row["training_flops_per_token"] > 0 < row["kv_bytes_per_token"] for row in found)
+    page = (tmp_path / "docs" / "WHERE_DEPTH_PAYS.md").read_text()
+    assert "not run" not in page.split("### What was chosen")[1].split("## How to read")[0]
+    assert "figures/compare-enwik8-bytes.png" in page
+    before = hashes(rows)
+    main(["depth", "--quick", "--out", str(tmp_path / "again"), "--results", str(rows)], PAPER)
+    assert hashes(rows) == before, "what has its rows is not done again"
+    assert not list((tmp_path / "again").glob("*/config.json"))
+    assert "out of time" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_without_its_search_a_contender_is_left_out(few, tmp_path, capsys):
+    main(["depth", "--quick", "--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")], PAPER)
+    told = capsys.readouterr()
+    assert "3 left, the search of dense first" in told.out
+    assert "python -m paper search" in told.err
+    assert not (tmp_path / "results" / depth.ROWS).exists()
+
+
+@pytest.mark.parametrize("command", ["search", "depth"])
+def test_a_mistake_is_answered_in_one_line(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--max-minutes", "-1"], PAPER)
+    assert stop.value.code == 2
+    answer = capsys.readouterr().err
+    assert "--max-minutes is -1" in answer
+    assert answer.count("\n") == 1
+
+
+def test_every_contender_builds_and_trains():
+    """Two steps of each value are what `--quick` takes; here the models alone."""
+    for one in CONTENDERS:
+        for value in one.values:
+            config = contenders.miniature(one.config(value, 1e-3, SHORT))
+            assert build(replace(config, model=replace(config.model, vocab_size=9))).method.sites(keys=1)
