@@ -12,8 +12,6 @@ import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tokendepth.training.progress import console
-
 from paper import contenders, grid, tables
 from paper.contenders import DENSE, LONG, Contender, miniature
 from paper.evidence import by_experiment
@@ -26,6 +24,7 @@ from tokendepth.errors import UserError
 from tokendepth.methods import dial_of
 from tokendepth.runs.results import Row, read_rows
 from tokendepth.runs.run import Run
+from tokendepth.training.progress import console
 
 ROWS = "depth.json"
 TOKENS = 2**20
