@@ -14,7 +14,6 @@ from tokendepth.errors import UserError
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.model import LanguageModel, Output
-from tokendepth.runs.files import read_json
 from tokendepth.runs.machine import choose_device
 from tokendepth.runs.run import Run
 from tokendepth.trace import DepthTotals, Execution, add_up
@@ -78,7 +77,10 @@ def generate(
     check_range("seed", seed, 0, LARGEST_SEED)
     if run.config.data.corpus in SYNTHETIC_CORPORA and not prompt:
         raise UserError("--prompt is empty; copy and sort continue a source such as '<bos>4a7<sep>'")
-    tokenizer = tokenizer_from_dict(read_json(run.path / "tokenizer.json"))
+    tokenizer = tokenizer_from_dict(run.tokenizer)
+    if tokenizer.vocab_size != (expected := run.config.model.vocab_size):
+        found = f"{run.path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, the model {expected}"
+        raise UserError(f"{found}; restore the folder from a copy")
     ids = tokenizer.encode(prompt) or [0]
     model = load_model(run, choose_device(device))
     if budget is not None:
