@@ -1,0 +1,176 @@
+"""A pipe, a device, a file without end, a folder or a link in the place of any file: one line, at once, little memory.
+
+RELIABILITY 25.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.report.fakes import tsa_evaluation
+from tests.runs.samples import CONFIG, resumed, stopped_after_two
+from tests.tiny import one_line
+from tokendepth.data import tokenizer_from_dict
+from tokendepth.errors import UserError
+from tokendepth.report import markdown_table, rows
+from tokendepth.runs.files import MANIFEST, write_json
+from tokendepth.runs.metrics import METRICS
+from tokendepth.runs.run import SMALL_FILES, Run
+
+LONGEST_S = 20  # on a machine that is busy; a pipe would take for ever
+MOST_MEMORY = 50_000_000
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, 0o20666, os.makedev(1, 5))  # /dev/zero
+    except PermissionError:
+        path.symlink_to("/dev/zero")
+
+
+def endless(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 10**12)
+
+
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "device": device,
+    "a terabyte": endless,
+    "folder": lambda path: path.mkdir(),
+    "folder with something in it": lambda path: shutil.copytree(Path(__file__).parent, path),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+}
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Fail what waits for a pipe, or reads without end."""
+
+    def late(number, frame):
+        raise TimeoutError(f"not done after {LONGEST_S} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(LONGEST_S)
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
+    finally:
+        tracemalloc.stop()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def replaced(path: Path, kind: str) -> None:
+    path.unlink()
+    SPECIAL[kind](path)
+
+
+# --- in the place of our files ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Run:
+    run = Run.create(tmp_path_factory.mktemp("finished") / "run", CONFIG, resume=False)
+    write_json(run.path / "tokenizer.json", {"kind": "char", "chars": "abc"})
+    write_json(run.path / "env.json", {"corpus_sha256": "f"})
+    (run.path / METRICS).write_text('{"step": 1, "task_loss": 3.5}\n')
+    run.finish({"w": np.ones(3, np.float32)})
+    run.write_evaluation(tsa_evaluation(text="ab c"))
+    return run
+
+
+def read_everything(run: Run) -> None:
+    """What the commands evaluate, report and generate read."""
+    run = Run.open(run.path)
+    markdown_table(rows([run]))
+    tokenizer_from_dict(run.tokenizer)
+    run.check_corpus("f")
+    run.weights()
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", [*SMALL_FILES, "model.safetensors", MANIFEST, "eval.json"])
+def test_a_finished_run_with_something_else_in_the_place_of_a_file_is_refused(finished, name, kind, tmp_path):
+    run = Run(Path(shutil.copytree(finished.path, tmp_path / "run")))
+    read_everything(run)
+    replaced(run.path / name, kind)
+    with at_once(), pytest.raises(UserError) as raised:
+        read_everything(run)
+    message = one_line(raised.value)
+    assert str(run.path / name) in message
+    assert "restore" in message or "tokendepth evaluate" in message
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize(
+    "name",
+    [*SMALL_FILES, "checkpoints/metrics.jsonl", f"checkpoints/step-00000002/{MANIFEST}",
+     "checkpoints/step-00000002/state.safetensors"],
+)  # fmt: skip
+def test_a_stopped_run_with_something_else_in_the_place_of_a_file_goes_on_or_is_refused(name, kind, tmp_path):
+    run = stopped_after_two(tmp_path / "run")
+    path = run.path / name
+    replaced(path, kind)
+    with at_once():
+        refusal = ""
+        try:
+            checkpoint, lines = resumed(run)
+        except UserError as error:
+            refusal = one_line(error)
+            path.rename(tmp_path / "away")  # as it says
+            checkpoint, lines = resumed(run)
+    # Whatever is no folder is replaced, unasked.
+    assert ("folder" in kind and "step-" not in name) == bool(refusal), refusal
+    assert "move it away" in refusal or not refusal
+    lines.append(refusal)
+    assert any(str(path) in line for line in lines) or name == "checkpoints/metrics.jsonl"
+    in_checkpoint = "step-" in name
+    assert checkpoint.step == (1 if in_checkpoint else 2)
+    assert run.metrics() == [{"step": step} for step in range(1, checkpoint.step + 2)]
+    if "folder with" in kind:
+        assert len(list(tmp_path.rglob(Path(__file__).name))) == 1
+
+
+@pytest.mark.parametrize("kind", ["pipe", "a terabyte", "link to nothing"])
+def test_something_else_in_the_place_of_the_checkpoints_is_named(kind, tmp_path):
+    run = stopped_after_two(tmp_path / "run")
+    shutil.rmtree(run.checkpoints)
+    SPECIAL[kind](run.checkpoints)
+    with at_once(), pytest.raises(UserError) as raised:
+        run.save_checkpoint(3, {"w": np.ones(3)})
+    assert str(run.checkpoints) in one_line(raised.value)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", ["config.json", "eval.json"])
+def test_a_file_is_written_over_what_is_there_or_refused_in_one_line(kind, name, tmp_path):
+    path = tmp_path / name
+    SPECIAL[kind](path)
+    with at_once():
+        if "folder" in kind:
+            with pytest.raises(UserError, match="move it away") as raised:
+                write_json(path, {"a": 1})
+            one_line(raised.value)
+            assert path.is_dir()
+        else:
+            write_json(path, {"a": 1})
+            assert path.is_file()
+            assert not path.is_symlink()
+
+
+def test_a_run_and_its_files_may_lie_behind_links(finished, tmp_path):
+    (tmp_path / "link").symlink_to(shutil.copytree(finished.path, tmp_path / "run"))
+    (tmp_path / "run" / "model.safetensors").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    read_everything(Run(tmp_path / "link"))
