@@ -2,12 +2,13 @@
 
 `golden/format-N/` holds a finished run, the same run stopped in the middle, and what the finished one answers: format 1
 of the paper's model, format 2 of modern layers. `golden/manifest-N/` holds the same for a format of manifests and
-checkpoints: 2 of a budget-routed model, evaluated and calibrated. A new format adds a folder and changes none:
+checkpoints; since 2 also a run that was evaluated and calibrated. A new format adds a folder and changes none:
 `python -m tests.test_golden_runs`.
 """
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from tests.tiny import one_line
 from tokendepth import data
-from tokendepth.config import FORMAT_VERSION, BudgetConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
+from tokendepth.config import FORMAT_VERSION, BudgetConfig, DataConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
 from tokendepth.data import tokenizer_from_dict
 from tokendepth.errors import UserError
 from tokendepth.measure import calibrate
@@ -69,7 +70,7 @@ def test_the_rest_of_a_finished_run_is_read(golden):
 
 
 def test_what_was_added_to_a_finished_run_is_read():
-    run = Run.open(GOLDEN / "manifest-2" / "finished")
+    run = Run.open(GOLDEN / "manifest-2" / "calibrated")
     evaluation = run.evaluation
     assert evaluation is not None
     assert evaluation["version"] == 2
@@ -131,17 +132,18 @@ def make(folder: Path) -> None:
             ffn_bias=False,
             tie_head=False,
         ),
-        BudgetConfig(budget=0.5),
+        TSAConfig(depth_penalty=0.01),
         TrainConfig(steps=10, batch_size=8, lr=0.03, eval_every=5, checkpoint_every=6, log_every=1, device="cpu"),
         recipe="golden",
     )
     run = train(config, folder / "finished", show=False)
     stopped_run(config, folder / "stopped", STOPPED_AT + 1)
+    (folder / "logits.json").write_text(json.dumps(logits(run)) + "\n")
+    run = train(replace(config, method=BudgetConfig(budget=0.5)), folder / "calibrated", show=False)
     run.write_evaluation(evaluate(run, timing=False, curve=True))
     model = load_model(run, torch.device("cpu"))
     calibrate.calibrate(model, data.load(config.data), 0.75)
     calibrate.keep(model, run, 0.75)
-    (folder / "logits.json").write_text(json.dumps(logits(run)) + "\n")
 
 
 if __name__ == "__main__":
