@@ -271,12 +271,6 @@ def test_forged_files_of_a_finished_run_are_read_or_refused_in_one_line(run, nam
     assert refusals > 10
 
 
-def test_weights_that_are_no_numbers_are_refused(run):
-    run.finish({"w": np.array([1.0, np.nan])})
-    with pytest.raises(UserError, match=r"model\.safetensors is damaged: its w is not a number"):
-        run.weights()
-
-
 def test_a_manifest_of_another_step_than_the_last_is_refused(run):
     write_manifest(run.path, FILES, 4)
     with pytest.raises(UserError, match=r"MANIFEST\.json is damaged: it is of step 4, not 12"):

@@ -3,12 +3,7 @@
 RELIABILITY 25.
 """
 
-import contextlib
-import os
 import shutil
-import signal
-import tracemalloc
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +11,7 @@ import pytest
 
 from tests.report.fakes import tsa_evaluation
 from tests.runs.samples import CONFIG, resumed, stopped_after_two
+from tests.special import SPECIAL, at_once, replaced
 from tests.tiny import one_line
 from tokendepth.data import tokenizer_from_dict
 from tokendepth.errors import UserError
@@ -23,60 +19,6 @@ from tokendepth.report import markdown_table, rows
 from tokendepth.runs.files import MANIFEST, write_json
 from tokendepth.runs.metrics import METRICS
 from tokendepth.runs.run import SMALL_FILES, Run
-
-LONGEST_S = 20  # on a machine that is busy; a pipe would take for ever
-MOST_MEMORY = 50_000_000
-
-
-def device(path: Path) -> None:
-    try:
-        os.mknod(path, 0o20666, os.makedev(1, 5))  # /dev/zero
-    except PermissionError:
-        path.symlink_to("/dev/zero")
-
-
-def endless(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 10**12)
-
-
-SPECIAL: dict[str, Callable[[Path], object]] = {
-    "pipe": os.mkfifo,
-    "device": device,
-    "a terabyte": endless,
-    "folder": lambda path: path.mkdir(),
-    "folder with something in it": lambda path: shutil.copytree(Path(__file__).parent, path),
-    "link to a device": lambda path: path.symlink_to("/dev/zero"),
-    "link to nothing": lambda path: path.symlink_to("nothing"),
-    "link to itself": lambda path: path.symlink_to(path.name),
-}
-
-
-@contextlib.contextmanager
-def at_once() -> Iterator[None]:
-    """Fail what waits for a pipe, or reads without end."""
-
-    def late(number, frame):
-        raise TimeoutError(f"not done after {LONGEST_S} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(LONGEST_S)
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
-    finally:
-        tracemalloc.stop()
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def replaced(path: Path, kind: str) -> None:
-    path.unlink()
-    SPECIAL[kind](path)
-
-
-# --- in the place of our files ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +81,7 @@ def test_a_stopped_run_with_something_else_in_the_place_of_a_file_goes_on_or_is_
     assert checkpoint.step == (1 if in_checkpoint else 2)
     assert run.metrics() == [{"step": step} for step in range(1, checkpoint.step + 2)]
     if "folder with" in kind:
-        assert len(list(tmp_path.rglob(Path(__file__).name))) == 1
+        assert len(list(tmp_path.rglob("step-00000006"))) == 1, "what was in it is still there"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "a terabyte", "link to nothing"])

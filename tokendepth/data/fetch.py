@@ -146,6 +146,8 @@ def _content(corpus: Published, path: Path, *, said: str, remedy: str) -> Genera
 
 
 def _uncompressed(corpus: Published, path: Path) -> IO[bytes]:
+    if path.suffix in (".xz", ".zip") and os.stat(path).st_size > corpus.size:  # xz skips zeros without end
+        raise EOFError(f"{os.stat(path).st_size:,} bytes, more than uncompressed")
     if path.suffix == ".xz":
         return lzma.open(path)
     if path.suffix == ".zip":
