@@ -1,12 +1,14 @@
 """Run folders written once and kept for ever: every later version reads them, with the same logits.
 
 `golden/format-N/` holds a finished run, the same run stopped in the middle, and what the finished one answers: format 1
-of the paper's model, format 2 of modern layers. A new format adds a folder and changes none:
+of the paper's model, format 2 of modern layers. `golden/manifest-N/` holds the same for a format of manifests and
+checkpoints; since 2 also a run that was evaluated and calibrated. A new format adds a folder and changes none:
 `python -m tests.test_golden_runs`.
 """
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +16,14 @@ import pytest
 import torch
 
 from tests.tiny import one_line
-from tokendepth.config import FORMAT_VERSION, DataConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth import data
+from tokendepth.config import FORMAT_VERSION, BudgetConfig, DataConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
 from tokendepth.data import tokenizer_from_dict
 from tokendepth.errors import UserError
-from tokendepth.measure.evaluate import load_model
+from tokendepth.measure import calibrate
+from tokendepth.measure.evaluate import evaluate, load_model
 from tokendepth.report.records import Record
-from tokendepth.runs.files import read_json, write_json
+from tokendepth.runs.files import MANIFEST_VERSION, read_json, write_json
 from tokendepth.runs.run import Run
 from tokendepth.trace import EXECUTIONS
 from tokendepth.training.loop import train
@@ -39,7 +43,7 @@ def logits(run: Run) -> dict[str, list]:
 
 
 def test_there_is_a_folder_for_this_format():
-    assert f"format-{FORMAT_VERSION}" in [folder.name for folder in FORMATS]
+    assert {f"format-{FORMAT_VERSION}", f"manifest-{MANIFEST_VERSION}"} <= {folder.name for folder in FORMATS}
 
 
 @pytest.fixture(params=FORMATS, ids=lambda folder: folder.name)
@@ -63,6 +67,18 @@ def test_the_rest_of_a_finished_run_is_read(golden):
     assert record.step == record.config.train.steps == 10
     assert record.env["corpus_sha256"]
     assert tokenizer_from_dict(read_json(golden / "finished" / "tokenizer.json")).vocab_size == 32
+
+
+def test_what_was_added_to_a_finished_run_is_read():
+    run = Run.open(GOLDEN / "manifest-2" / "calibrated")
+    evaluation = run.evaluation
+    assert evaluation is not None
+    assert evaluation["version"] == 2
+    assert evaluation["hard"]["active_fraction"] == pytest.approx(0.5, abs=0.05)
+    model = load_model(run, torch.device("cpu"))
+    before = model.method.thresholds
+    calibrate.set_budget(model, run, 0.75)  # reads no corpus
+    assert model.method.thresholds != before
 
 
 def test_a_finished_run_is_not_trained_again(golden):
@@ -123,7 +139,12 @@ def make(folder: Path) -> None:
     run = train(config, folder / "finished", show=False)
     stopped_run(config, folder / "stopped", STOPPED_AT + 1)
     (folder / "logits.json").write_text(json.dumps(logits(run)) + "\n")
+    run = train(replace(config, method=BudgetConfig(budget=0.5)), folder / "calibrated", show=False)
+    run.write_evaluation(evaluate(run, timing=False, curve=True))
+    model = load_model(run, torch.device("cpu"))
+    calibrate.calibrate(model, data.load(config.data), 0.75)
+    calibrate.keep(model, run, 0.75)
 
 
 if __name__ == "__main__":
-    make(GOLDEN / f"format-{FORMAT_VERSION}")
+    make(GOLDEN / f"manifest-{MANIFEST_VERSION}")

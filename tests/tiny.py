@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tokendepth.config import DataConfig, MethodConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.runs.metrics import METRICS, row_bytes
+from tokendepth.runs.run import Run
 
 # Not one line over and over, so that the splits differ; the dash is three bytes, so characters are not bytes.
 TEXT = "".join(
@@ -48,6 +50,11 @@ def hashes(folder: Path) -> dict[str, str]:
         str(path.relative_to(folder)): "folder" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
         for path in found
     }
+
+
+def add_rows(run: Run, *rows: dict[str, Any]) -> None:
+    with open(run.path / METRICS, "ab") as file:
+        file.writelines(map(row_bytes, rows))
 
 
 def one_line(error: BaseException) -> str:

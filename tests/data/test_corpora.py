@@ -11,6 +11,7 @@ import pytest
 from tokendepth.config import DataConfig
 from tokendepth.data import corpora, load, vocab_size
 from tokendepth.errors import UserError
+from tokendepth.runs import files
 
 # --- the standard library ---------------------------------------------------------------------------------------------
 
@@ -94,10 +95,10 @@ def test_a_device_is_refused_before_it_is_read():
 def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
     (tmp_path / "secret").write_text("x" * 100)
 
-    def denied(path, mode):
+    def denied(path, mode, **how):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(corpora, "open", denied, raising=False)  # root may read anything, so its mode would not do
+    monkeypatch.setattr(files, "open", denied, raising=False)  # root may read anything, so its mode would not do
     assert "cannot be read (Permission denied)" in refused(tmp_path / "secret")
 
 

@@ -1,6 +1,9 @@
 """A budget on unseen text, thresholds that are kept, and budgets that are refused."""
 
+import json
 import random
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +17,12 @@ from tokendepth.config import BudgetConfig, TSAConfig
 from tokendepth.errors import UserError
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import batches, evaluate, load_model, measure
+from tokendepth.runs.files import MANIFEST, sealed, write_json, write_sealed
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
 
 CPU = torch.device("cpu")
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +143,66 @@ def test_a_damaged_calibration_is_named(run):
             evaluate(run, timing=False, budget=0.6)
         one_line(error.value)
     path.unlink()
+
+
+@pytest.fixture
+def kept(run) -> Iterator[Path]:
+    """calibration.json with the thresholds of two budgets."""
+    model, path = load_model(run, CPU), run.path / "calibration.json"
+    for budget, shift in ((0.6, 0.0), (0.3, 1.5)):
+        model.method.set_thresholds([value + shift for value in model.method.thresholds])
+        calibrate.keep(model, run, budget)
+    yield path
+    path.unlink()
+
+
+def test_no_flipped_bit_is_read_as_another_threshold(run, kept):
+    """RELIABILITY 23."""
+    content, dice, model = kept.read_bytes(), random.Random(0), load_model(run, CPU)
+    calibrate.set_budget(model, run, 0.6)
+    right = model.method.thresholds
+    for _ in range(1000):
+        flipped, place = bytearray(content), dice.randrange(8 * len(content))
+        flipped[place // 8] ^= 1 << place % 8
+        kept.write_bytes(flipped)
+        with pytest.raises(UserError):
+            calibrate.set_budget(model, run, 0.6)
+    assert model.method.thresholds == right
+
+
+def test_thresholds_that_lost_their_seal_do_not_pass_for_old_ones(run, kept):
+    tree = json.loads(kept.read_text())
+    del tree["sha256"]
+    for version in (1, 2):
+        write_json(kept, {**tree, "version": version})
+        with pytest.raises(UserError, match=r"calibration\.json is damaged") as raised:
+            calibrate.set_budget(load_model(run, CPU), run, 0.6)
+        assert f"tokendepth calibrate {run.path} --budget" in one_line(raised.value)
+
+
+@pytest.mark.parametrize("thresholds", [None, [], {"0.6": 3}, {"0.6": []}, {"0.6": ["x", 1.0]}, {"0.6": [10**400, 1]}])
+def test_thresholds_that_are_none_are_refused_under_a_right_seal(run, kept, thresholds):
+    write_sealed(kept, {"version": calibrate.VERSION, "thresholds": thresholds})
+    with pytest.raises(UserError, match=r"calibration\.json is damaged: no 2 thresholds") as raised:
+        calibrate.set_budget(load_model(run, CPU), run, 0.6)
+    one_line(raised.value)
+
+
+def test_old_thresholds_without_a_seal_are_read(tmp_path):
+    run = Run(Path(shutil.copytree(GOLDEN / "manifest-2" / "calibrated", tmp_path / "run")))
+    model, path = load_model(run, CPU), run.path / "calibration.json"
+    calibrate.set_budget(model, run, 0.75)
+    right, kept = model.method.thresholds, json.loads(path.read_text())["thresholds"]
+    manifest = json.loads((run.path / MANIFEST).read_text())
+    del manifest["sha256"]
+    (run.path / MANIFEST).write_bytes(sealed({**manifest, "version": 1}))  # as it was before there were seals
+    write_json(path, {"version": 1, "thresholds": kept})
+    model = load_model(run, CPU)
+    calibrate.set_budget(model, run, 0.75)
+    assert model.method.thresholds == right
+    path.write_text(path.read_text().replace(str(kept["0.75"][0]), "NaN"))
+    with pytest.raises(UserError, match=r"calibration\.json is damaged"):
+        calibrate.set_budget(model, run, 0.75)
 
 
 @pytest.mark.parametrize("value", ["0", "1.2", "nan", "-0.5", "much"])

@@ -412,6 +412,11 @@ def test_weights_of_another_shape_are_refused_though_their_manifest_fits(copied)
     assert "model.safetensors" in message
 
 
+def test_weights_that_are_no_numbers_are_refused_though_their_manifest_fits(copied):
+    copied.finish({name: np.full_like(array, np.nan) for name, array in copied.weights().items()})
+    assert f"{copied.path / 'model.safetensors'}: its " in refused(copied)
+
+
 @pytest.mark.parametrize(
     "text", [TEXT[::-1], TEXT.replace("g", "G"), TEXT + "äöü" * 200], ids=["order", "case", "more"]
 )

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.tiny import add_rows
 from tokendepth.config import DataConfig, DenseConfig, RunConfig, TrainConfig, TSAConfig
 from tokendepth.runs.files import write_json, write_manifest
-from tokendepth.runs.run import Run
+from tokendepth.runs.run import EVALUATION_VERSION, Run
 
 TEXT = (
     "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\nFirst Citizen:\n"
@@ -48,8 +49,8 @@ def mode(loss: float, active: float) -> dict[str, Any]:
 def dense_evaluation(loss: float = 1.4422) -> dict[str, Any]:
     whole = {**mode(loss, 1.0), "active_fraction_per_site": [1.0] * LAYERS}
     return {
-        "version": 1, "method": "dense", "recipe": "shakespeare.dense", "corpus": "shakespeare", "seed": 0,
-        "split": "val", "tokens": 111539, "parameters": 4782336, "router_parameters": 0,
+        "version": EVALUATION_VERSION, "method": "dense", "recipe": "shakespeare.dense", "corpus": "shakespeare",
+        "seed": 0, "split": "val", "tokens": 111539, "parameters": 4782336, "router_parameters": 0,
         "soft": whole, "hard": whole, "sparse": whole,
         "tlops_saved_soft": 0.0, "tlops_skipped": 0.0, "flops_skipped": 0.0, "flops_per_token": 1.1e7,
         "flops_per_token_dense": 1.1e7, "decision_flips": 0, "controls": {},
@@ -61,7 +62,7 @@ def dense_evaluation(loss: float = 1.4422) -> dict[str, Any]:
 
 def tsa_evaluation(soft: float = 1.4482, hard: float = 1.4523, text: str = TEXT) -> dict[str, Any]:
     return {
-        "version": 1, "method": "tsa", "recipe": "shakespeare.tsa", "corpus": "shakespeare", "seed": 0,
+        "version": EVALUATION_VERSION, "method": "tsa", "recipe": "shakespeare.tsa", "corpus": "shakespeare", "seed": 0,
         "split": "val", "tokens": 111539, "parameters": 4864901, "router_parameters": 82565, "soft": mode(soft, 0.726),
         "hard": mode(hard, 0.614), "sparse": mode(hard, 0.614), "tlops_saved_soft": 0.22833, "tlops_skipped": 0.32167,
         "flops_skipped": 0.24871, "flops_per_token": 8.3e6, "flops_per_token_dense": 1.1e7, "decision_flips": 3,
@@ -106,8 +107,7 @@ def write_run(
     )
     run = Run.create(path, config, resume=False)
     (path / "metrics.jsonl").touch()
-    for row in rows or []:
-        run.append_metrics(row)
+    add_rows(run, *(rows or []))
     if evaluation is not None:
         run.write_evaluation(evaluation)
     if env is not None:

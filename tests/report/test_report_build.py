@@ -182,7 +182,7 @@ def test_names_that_matplotlib_or_utf8_would_trip_over(make_run, tmp_path):
     names = ["$x_{", "_hidden", "new\nline", "日本語", os.fsdecode(b"bad\xff"), "n" * 120]
     runs = [make_run(name, rows=metrics(until=500), penalty=i) for i, name in enumerate(names)]
     # As ASCII, since UTF-8 cannot hold the half of a surrogate pair that one byte of a character may decode to.
-    (runs[0].path / "eval.json").write_text(json.dumps(tsa_evaluation(text="$a^ \udc80\x00\t日")))
+    runs[0].write_evaluation(tsa_evaluation(text="$a^ \udc80\x00\t日"))
     text = Page(build(runs, tmp_path / "out")).text
     for shown in ("$x_{", "_hidden", "new▯line", "日本語", "bad▯", "n" * 120, "$a^·▯▯→日"):
         assert shown in text
@@ -279,8 +279,8 @@ def test_it_runs_without_torch(make_run, tmp_path):
     )
     done = python(code, "torch")
     assert done.returncode == 0, done.stderr
-    runs = ("runs", "runs.files", "runs.results", "runs.run")
-    allowed = ("config", "method_configs", "checks", "errors", "trace", *runs)
+    runs = ("checkpoints", "files", "metrics", "results", "run", "shapes")
+    allowed = ("config", "method_configs", "checks", "errors", "trace", "runs", *(f"runs.{name}" for name in runs))
     assert set(eval(done.stdout)) <= {f"tokendepth.{name}" for name in allowed}
     assert (tmp_path / "out" / "report.html").exists()
 

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import shutil
+import stat
 
 import pytest
 
@@ -51,9 +53,10 @@ def test_a_file_removed_by_the_one_before_is_not_locked_in_vain(tmp_path, monkey
     real, calls = fcntl.flock, []
 
     def removed(handle, how):
-        if not calls:
-            (tmp_path / LOCK).unlink()
-        calls.append(handle)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            calls.append(handle)
+            if len(calls) == 1:
+                (tmp_path / LOCK).unlink()
         real(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", removed)
@@ -61,6 +64,60 @@ def test_a_file_removed_by_the_one_before_is_not_locked_in_vain(tmp_path, monkey
         assert len(calls) == 2
         with pytest.raises(UserError), only_one(tmp_path):
             pytest.fail("let in")
+
+
+def test_the_folder_stays_locked_when_the_file_is_removed(tmp_path):
+    with only_one(tmp_path):
+        (tmp_path / LOCK).unlink()
+        with pytest.raises(UserError, match="is being trained by another process") as raised, only_one(tmp_path):
+            pytest.fail("let in")
+        one_line(raised.value)
+        (tmp_path / LOCK).write_text("of somebody else's, put there meanwhile")
+    assert (tmp_path / LOCK).read_text() == "of somebody else's, put there meanwhile"
+
+
+def test_where_only_files_can_be_locked_the_file_serves(tmp_path, monkeypatch):
+    real = fcntl.flock
+
+    def on_nfs(handle, how):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        real(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", on_nfs)
+    with only_one(tmp_path), pytest.raises(UserError, match=f"trained by process {os.getpid()}"), only_one(tmp_path):
+        pytest.fail("let in")
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "loop", "pipe", "folder", "file"])
+def test_what_is_in_the_place_of_the_lock_is_left_alone(tmp_path, kind):
+    theirs, lock = tmp_path / "thesis.tex", tmp_path / "run" / LOCK
+    theirs.write_text("years of work")
+    lock.parent.mkdir()
+    {
+        "link": lambda: lock.symlink_to(theirs),
+        "dangling link": lambda: lock.symlink_to(tmp_path / "nothing"),
+        "loop": lambda: lock.symlink_to(LOCK),
+        "pipe": lambda: os.mkfifo(lock),
+        "folder": lambda: lock.mkdir(),
+        "file": lambda: shutil.copy(theirs, lock),
+    }[kind]()
+    before = os.lstat(lock)
+    with pytest.raises(UserError, match="move it away") as raised, only_one(lock.parent):
+        pytest.fail("let in")
+    assert str(lock) in one_line(raised.value)
+    after = os.lstat(lock)
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+    assert theirs.read_text() == "years of work"
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("content", [b"", bytes(40), b"process 12 on "])
+def test_a_lock_that_a_power_cut_left_holds_nobody_up(tmp_path, content):
+    (tmp_path / LOCK).write_bytes(content)
+    with only_one(tmp_path):
+        assert (tmp_path / LOCK).read_bytes().startswith(b"process ")
+    assert not (tmp_path / LOCK).exists()
 
 
 def test_where_there_are_no_locks_nobody_is_refused(tmp_path, monkeypatch):

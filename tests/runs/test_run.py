@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tiny import edit_json, hashes, one_line
+from tests.tiny import add_rows, edit_json, hashes, one_line
 from tokendepth.config import DenseConfig, RunConfig, TrainConfig, TSAConfig, to_dict
 from tokendepth.errors import UserError
 from tokendepth.runs import files
 from tokendepth.runs import run as runs
+from tokendepth.runs.checkpoints import KEEP_CHECKPOINTS, Checkpoint
 from tokendepth.runs.files import MANIFEST, verify_manifest, write_json, write_manifest
-from tokendepth.runs.run import KEEP_CHECKPOINTS, Run
+from tokendepth.runs.run import Run
 
 CONFIG = RunConfig(method=TSAConfig(), train=TrainConfig(steps=9))
 STATE = "state.safetensors"
@@ -34,10 +35,11 @@ def tensors(step: int) -> dict[str, np.ndarray]:
 
 
 def evaluation(loss: float) -> dict[str, Any]:
-    return {"version": runs.EVALUATION_VERSION, "hard": {"loss": loss}}
+    figures = {"loss": loss, "active_fraction": 0.5}
+    return {"version": runs.EVALUATION_VERSION, "method": "tsa", "hard": figures, "curve": [], "passage": None}
 
 
-def assert_holds(checkpoint: runs.Checkpoint | None, step: int) -> None:
+def assert_holds(checkpoint: Checkpoint | None, step: int) -> None:
     assert checkpoint is not None
     assert checkpoint.step == step
     expected = tensors(step)
@@ -101,12 +103,12 @@ def test_no_checkpoint_is_none(run):
 def test_the_manifest_holds_size_and_sha256_of_every_file(saved):
     folder = folder_of(saved, 2)
     manifest = json.loads((folder / MANIFEST).read_text())
-    assert manifest["version"] == 1
+    assert manifest["version"] == 2
     assert manifest["step"] == 2
     content = (folder / STATE).read_bytes()
     assert manifest["files"] == {STATE: {"bytes": len(content), "sha256": hashes(folder)[STATE]}}
     assert sorted(hashes(folder)) == sorted([STATE, MANIFEST])
-    assert verify_manifest(folder, (STATE,)) == 2
+    assert verify_manifest(folder, (STATE,)).step == 2
 
 
 def test_a_checkpoint_is_not_seen_before_it_is_whole(saved, monkeypatch):
@@ -121,7 +123,7 @@ def test_a_checkpoint_is_not_seen_before_it_is_whole(saved, monkeypatch):
         assert sorted(os.listdir(source)) == sorted([STATE, MANIFEST])
         assert {os.stat(Path(source, name)).st_ino for name in os.listdir(source)} <= synced
         assert not Path(target).exists()
-        seen.append((verify_manifest(Path(source), (STATE,)), Path(target).name))
+        seen.append((verify_manifest(Path(source), (STATE,)).step, Path(target).name))
         rename(source, target)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
@@ -310,20 +312,21 @@ def test_the_line_of_the_oldest_damaged_checkpoint_promises_no_earlier_one(saved
     assert "the one before it" not in skipped[1]
 
 
-@pytest.mark.parametrize("name", ["step-00000007", "step-2"])
-def test_a_checkpoint_under_another_number_is_refused(saved, name):
-    folder_of(saved, 2).rename(saved.checkpoints / name)
+def test_a_checkpoint_under_another_number_is_refused(saved):
+    folder_of(saved, 2).rename(folder_of(saved, 7))
     checkpoint, (line,) = saved.load_checkpoint()
     assert_holds(checkpoint, 1)
-    assert name in line
+    assert "step-00000007" in line
 
 
-@pytest.mark.parametrize("name", ["step-", "step-foreign", "step--0000002", "step-2.0", "step-\u00b2", "latest"])
+@pytest.mark.parametrize(
+    "name", ["step-", "step-foreign", "step--0000002", "step-2.0", "step-2", "step-000000002", "step-\u00b2", "latest"]
+)
 def test_a_folder_that_is_named_otherwise_is_no_checkpoint(saved, name):
     folder_of(saved, 2).rename(saved.checkpoints / name)
     checkpoint, lines = saved.load_checkpoint()
     assert_holds(checkpoint, 1)
-    assert len(lines) <= 1
+    assert lines == []
 
 
 def sealed(manifest: dict) -> bytes:
@@ -383,9 +386,9 @@ def test_a_newer_format_is_refused_and_its_work_left_alone(saved):
     path = folder_of(saved, 2) / MANIFEST
     manifest = json.loads(path.read_text())
     del manifest["sha256"]
-    path.write_bytes(sealed({**manifest, "version": 2, "files": "of a later design"}))
+    path.write_bytes(sealed({**manifest, "version": 3, "files": "of a later design"}))
     before = hashes(saved.path)
-    with pytest.raises(UserError, match="format 2, newer than 1; upgrade tokendepth") as raised:
+    with pytest.raises(UserError, match="format 3, newer than 2; upgrade tokendepth") as raised:
         saved.load_checkpoint()
     one_line(raised.value)
     assert hashes(saved.path) == before
@@ -393,7 +396,7 @@ def test_a_newer_format_is_refused_and_its_work_left_alone(saved):
 
 def test_a_damaged_version_is_no_newer_format(saved):
     path = folder_of(saved, 2) / MANIFEST
-    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 3'))
+    path.write_bytes(path.read_bytes().replace(b'"version": 2', b'"version": 3'))
     checkpoint, (line,) = saved.load_checkpoint()
     assert_holds(checkpoint, 1)
     assert "damaged" in line
@@ -467,17 +470,22 @@ def test_other_faults_of_a_disk_are_one_line_too(saved, monkeypatch, number):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full: only Linux has a disk that is always full")
-def test_a_disk_that_is_really_full_leaves_the_old_file(run):
+def test_a_disk_that_is_really_full_leaves_the_old_file(run, monkeypatch):
+    def full_open(path, mode, **how):
+        return builtins.open("/dev/full" if mode in ("xb", "ab") else path, mode.replace("x", "w"), buffering=0)
+
+    log = run.metrics_log(None)
+    log.restore()
     run.write_evaluation(evaluation(1.0))
-    (run.path / f".tmp-eval.json-{os.getpid()}").symlink_to("/dev/full")
-    with pytest.raises(UserError, match="no space is left"):
-        run.write_evaluation(evaluation(2.0))
+    before = hashes(run.path)
+    monkeypatch.setattr(files, "open", full_open, raising=False)
+    for write in (lambda: run.write_evaluation(evaluation(2.0)), lambda: log.append({"step": 1})):
+        with pytest.raises(UserError, match="no space is left") as raised:
+            write()
+        assert str(run.path) in one_line(raised.value)
+    monkeypatch.undo()
+    assert hashes(run.path) == before
     assert run.evaluation == evaluation(1.0)
-    assert left_overs(run) == []
-    (run.path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(UserError, match="no space is left") as raised:
-        run.append_metrics({"step": 1})
-    assert str(run.path) in one_line(raised.value)
 
 
 def test_a_full_disk_at_the_end_does_not_make_a_finished_run(saved, monkeypatch):
@@ -689,8 +697,8 @@ def test_a_finished_run_of_a_newer_format_is_refused(finished):
     path = finished.path / MANIFEST
     manifest = json.loads(path.read_text())
     del manifest["sha256"]
-    path.write_bytes(sealed({**manifest, "version": 2}))
-    with pytest.raises(UserError, match="format 2, newer than 1; upgrade tokendepth") as raised:
+    path.write_bytes(sealed({**manifest, "version": 3}))
+    with pytest.raises(UserError, match="format 3, newer than 2; upgrade tokendepth") as raised:
         finished.weights()
     one_line(raised.value)
 
@@ -709,7 +717,7 @@ def test_evaluation_and_env_come_back(run):
 
 
 def test_a_run_folder_holds_json_and_safetensors_only(saved):
-    saved.append_metrics({"step": 1, "loss": 2.0})
+    add_rows(saved, {"step": 1, "loss": 2.0})
     write_json(saved.path / "tokenizer.json", {"kind": "byte"})
 
     def check():
@@ -723,77 +731,20 @@ def test_a_run_folder_holds_json_and_safetensors_only(saved):
     check()
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
-
-
-def rows(*steps: int) -> list[dict]:
-    return [{"step": step, "loss": step / 3} for step in steps]
-
-
-@pytest.fixture
-def logged(run) -> Run:
-    for row in rows(1, 2, 2, 3):
-        run.append_metrics(row)
-    return run
-
-
-def test_metrics_come_back_in_order(logged):
-    assert logged.metrics() == rows(1, 2, 2, 3)
-
-
-def test_a_last_line_cut_anywhere_is_ignored(logged):
-    path = logged.path / "metrics.jsonl"
-    content = path.read_bytes()
-    last = len(content.splitlines(keepends=True)[-1])
-    for kept in range(1, last):
-        path.write_bytes(content[: len(content) - last + kept])
-        assert logged.metrics() == rows(1, 2, 2, *[3] * (kept == last - 1))  # only the line end is lost
-
-
-@pytest.mark.parametrize(
-    "line", [b'{"step": 2', b"hello", b"[]", b"2", b"{}", b'{"step": "2"}', b"\xff\xfe", b"[" * 9999]
-)
-def test_a_damaged_line_in_the_middle_is_named(logged, line):
-    path = logged.path / "metrics.jsonl"
-    lines = path.read_bytes().split(b"\n")
-    lines[1] = line
-    path.write_bytes(b"\n".join(lines))
-    before = path.read_bytes()
-    with pytest.raises(UserError) as raised:
-        logged.metrics()
-    message = one_line(raised.value)
-    assert f"{path} line 2" in message
-    assert "restore" in message
-    assert path.read_bytes() == before
-
-
-def test_a_row_is_written_as_it_says(run):
-    row = {"step": 1, "loss": 0.1 + 0.2, "tokens": 10**15, "tlops": 1e-300}
-    written = run.append_metrics(row) + run.append_metrics({"step": 2})
-    assert (run.path / "metrics.jsonl").read_bytes() == written
-    assert run.metrics() == [row, {"step": 2}]
-
-
-def test_a_number_that_is_none_is_not_written(logged):
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        logged.append_metrics({"step": 4, "loss": float("nan")})
-    assert logged.metrics() == rows(1, 2, 2, 3)
-
-
 # --- the small files, of which every checkpoint has a copy ------------------------------------------------------------
 
 
-SMALL = {"config.json": b"{}", "env.json": b'{"a": 1}', "tokenizer.json": b"[]", "metrics.jsonl": b'{"step": 1}\n'}
+SMALL = {"config.json": b"{}", "env.json": b'{"a": 1}', "tokenizer.json": b"[]"}
 
 
 def test_a_checkpoint_brings_back_the_small_files(run):
-    run.save_checkpoint(1, tensors(1), {**SMALL, "metrics.jsonl": b""})
+    run.save_checkpoint(1, tensors(1), {**SMALL, "env.json": b""})
     run.save_checkpoint(2, tensors(2), SMALL)
     checkpoint, _ = run.load_checkpoint()
     assert_holds(checkpoint, 2)
     assert checkpoint.files == SMALL
     damage(folder_of(run, 2) / STATE, "half")
-    assert run.load_checkpoint()[0].files["metrics.jsonl"] == b""
+    assert run.load_checkpoint()[0].files["env.json"] == b""
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -807,16 +758,9 @@ def test_restoring_writes_what_is_not_as_it_should_be_and_names_it(run, name, ki
     assert {name: (run.path / name).read_bytes() for name in SMALL} == SMALL
 
 
-def test_metrics_of_steps_that_will_be_taken_again_are_no_damage(run):
-    run.restore(SMALL)
-    run.append_metrics({"step": 2})
-    assert run.restore(SMALL) == []
-    assert (run.path / "metrics.jsonl").read_bytes() == SMALL["metrics.jsonl"]
-
-
 def test_restoring_on_a_full_disk_keeps_the_old_file(run, monkeypatch):
     run.restore(SMALL)
-    run.append_metrics({"step": 2})
+    damage(run.path / "env.json", "half")
     before = hashes(run.path)
     fail_at(monkeypatch, os, "replace", 1, FULL)
     with pytest.raises(UserError, match="no space is left"):
@@ -858,8 +802,7 @@ def test_a_config_with_another_valid_value_is_known_by_the_checkpoint_too(run, k
 def test_a_finished_runs_small_files_are_read_only_as_they_were(saved, name, kind):
     write_json(saved.path / "tokenizer.json", {"kind": "byte"})
     write_json(saved.path / "env.json", {"corpus_sha256": "1"})
-    for row in rows(1, 2, 3):
-        saved.append_metrics(row)
+    add_rows(saved, *({"step": step, "loss": step / 3} for step in (1, 2, 3)))
     saved.finish({"w": np.zeros(3, np.float32)})
     read = {"config.json": lambda: saved.config, "env.json": lambda: saved.env, "metrics.jsonl": saved.metrics}[name]
     assert read()
@@ -875,7 +818,7 @@ def test_a_finished_runs_small_files_are_read_only_as_they_were(saved, name, kin
 def test_a_finished_run_of_which_the_manifest_lists_the_model_only_is_read(finished):
     """As the first ones did; then the rest is taken as it is."""
     write_manifest(finished.path, ("config.json", "tokenizer.json", "model.safetensors"), 9)
-    finished.append_metrics({"step": 1})
+    add_rows(finished, {"step": 1})
     assert finished.metrics() == [{"step": 1}]
     assert list(finished.weights()) == ["w"]
 

@@ -21,6 +21,7 @@ from tokendepth.data.synthetic import SyntheticDataset
 from tokendepth.data.text import TextDataset
 from tokendepth.data.tokenizer import ByteTokenizer, SymbolTokenizer
 from tokendepth.errors import UserError
+from tokendepth.runs.files import open_regular, read_bytes
 
 LARGEST_CORPUS = 10**11  # bytes; by mistake somebody might name a disk image
 LARGEST_TOKENIZER = 10**8  # bytes; the largest in use have about a third of that
@@ -95,7 +96,8 @@ def stdlib_text() -> bytes:
     root = Path(sysconfig.get_path("stdlib"))
     parts, size = [], 0
     for path in _stdlib_files(root):
-        source = path.read_bytes().replace(b"\r\n", b"\n")  # Windows ships the same files with other line ends
+        with _file_faults(f"data.corpus is 'stdlib' and {path} a part of it", "choose another --data.corpus"):
+            source = read_bytes(path).replace(b"\r\n", b"\n")  # Windows ships the same files with other line ends
         if source.isascii():
             parts.append(source)
             size += len(source)
@@ -131,7 +133,7 @@ def _text_file(corpus: str) -> Source:
 
     def pieces() -> Generator[bytes, None, None]:
         found = 0
-        with _file_faults(said, a_file), open(path, "rb") as file:
+        with _file_faults(said, a_file), open_regular(path) as file:
             for piece in read_pieces(file, LARGEST_CORPUS + 1):
                 found += len(piece)
                 yield piece
@@ -151,8 +153,8 @@ def read_tokenizer(tokens: str) -> tuple[BPETokenizer, str]:
     size = _regular_file(path, said, a_file)
     if size > LARGEST_TOKENIZER:
         raise UserError(f"{said}: {size:,} bytes, too many for a tokenizer; {a_file}")
-    with _file_faults(said, a_file), open(path, "rb") as file:
-        content = file.read(LARGEST_TOKENIZER)
+    with _file_faults(said, a_file):
+        content = read_bytes(path, LARGEST_TOKENIZER)
     try:
         tokenizer = BPETokenizer.from_tree(json.loads(content))
     except UserError as error:

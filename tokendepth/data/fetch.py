@@ -66,9 +66,11 @@ PUBLISHED = {
 def fetch(corpus: Published) -> Source:
     """The content: from the folder TOKENDEPTH_DATA, else from the cache folder, else from the network."""
     for folder in filter(None, (_own_folder(), cache_folder())):
-        for name in corpus.file_names:
-            if os.path.isfile(folder / name):  # unlike Path.is_file, never raises
-                return _copy(corpus, folder / name)
+        for path in (folder / name for name in corpus.file_names):
+            if os.path.isfile(path):  # unlike Path.is_file, never raises
+                return _copy(corpus, path)
+            if os.path.lexists(path) and not os.path.isdir(path):  # a link to nothing, or a pipe
+                raise UserError(f"{path} is not a regular file; delete it or replace it by {corpus.name}")
     path = cache_folder() / corpus.file_names[0]
     _download(corpus, path)
     return _copy(corpus, path)
@@ -144,6 +146,8 @@ def _content(corpus: Published, path: Path, *, said: str, remedy: str) -> Genera
 
 
 def _uncompressed(corpus: Published, path: Path) -> IO[bytes]:
+    if path.suffix in (".xz", ".zip") and os.stat(path).st_size > corpus.size:  # xz skips zeros without end
+        raise EOFError(f"{os.stat(path).st_size:,} bytes, more than uncompressed")
     if path.suffix == ".xz":
         return lzma.open(path)
     if path.suffix == ".zip":

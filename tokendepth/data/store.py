@@ -27,7 +27,7 @@ from tokendepth.data.dataset import SPLITS
 from tokendepth.data.text import TextDataset, check_length
 from tokendepth.data.tokenizer import tokenizer_from_dict
 from tokendepth.errors import UserError
-from tokendepth.runs.files import sha256
+from tokendepth.runs.files import read_bytes, sha256
 
 CACHE_VERSION = 1
 LEFT_OVER_AFTER_S = 24 * 3600
@@ -71,25 +71,30 @@ def load_tokens(key: str, name: str) -> TextDataset | None:
     """The corpus kept under `key`, its ids memory-mapped; None where there is none, or none that is whole."""
     ids_path, index_path = _paths(key)
     try:
-        stored = index_path.read_bytes()
+        stored = read_bytes(index_path)
     except OSError:
         return None  # not there, or out of reach: then `keep_tokens` says so
     try:
         index = _opened(json.loads(stored))
         if index["version"] != CACHE_VERSION:
             return None
+        tokenizer, ends = tokenizer_from_dict(index["tokenizer"]), tuple(index["ends"])
+        header = _npy_header(tokenizer.dtype, ends[-1])
+        # The size first: a file without end has no SHA-256.
+        if os.stat(ids_path).st_size != len(header) + ends[-1] * tokenizer.dtype.itemsize:
+            raise ValueError("wrong size of the ids")
         # Read in pieces rather than through the map, whose pages would count as this process's memory.
         if index["key"] != key or sha256(ids_path) != index["ids_sha256"]:
             raise ValueError("wrong SHA-256 of the ids")
         return TextDataset(
             name=name,
             fingerprint=index["fingerprint"],
-            tokenizer=tokenizer_from_dict(index["tokenizer"]),
+            tokenizer=tokenizer,
             ids=np.load(ids_path, mmap_mode="r", allow_pickle=False),
-            ends=tuple(index["ends"]),
+            ends=ends,
             split_bytes=tuple(index["split_bytes"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         _say(f"the cached tokens {ids_path} are damaged ({_reason(error)}); building them again")
         return None
 

@@ -18,12 +18,13 @@ from tokendepth.errors import UserError
 from tokendepth.measure.clock import captured, interleaved
 from tokendepth.model import LanguageModel
 from tokendepth.ops.launch import LOW_PRECISION
-from tokendepth.runs.files import read_json, write_json
+from tokendepth.runs.files import read_sealed, write_sealed
 from tokendepth.runs.machine import describe_device
 from tokendepth.trace import Execution
 
 FRACTIONS = (0.1, 0.4, 0.7, 1.0)
 REPEATS = 5
+VERSION = 2  # of the file of profiles; 1 had no seal
 
 
 @dataclass(frozen=True)
@@ -69,21 +70,17 @@ def _profile(model: LanguageModel, batch: int, time_steps: int, remembered: bool
     if key not in kept or not remembered:
         kept = {**kept, key: _measured(model, batch, time_steps)}
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, kept)
+        write_sealed(path, {"version": VERSION, "profiles": kept})
     return kept[key]
 
 
 def _kept(path) -> dict[str, Any]:
-    """What is there and readable; a damaged profile is only measured anew."""
+    """What is there and as it was written; what is not is only measured anew."""
     try:
-        tree = read_json(path) if path.exists() else {}
+        tree, is_sealed = read_sealed(path, VERSION)
     except UserError:
         return {}
-    fits = isinstance(tree, dict) and all(
-        isinstance(p, dict) and type(p.get("hard_ms")) is float and len(p.get("sparse_ms", ())) == len(FRACTIONS)
-        for p in tree.values()
-    )
-    return tree if fits else {}
+    return tree["profiles"] if is_sealed else {}
 
 
 def _shape(model: LanguageModel) -> list:

@@ -9,12 +9,11 @@ import torch
 from tokendepth.cache import KVCache
 from tokendepth.checks import check_range
 from tokendepth.config import LARGEST_SEED, SYNTHETIC_CORPORA
-from tokendepth.data import TextStream, tokenizer_from_dict
+from tokendepth.data import TextStream, Tokenizer, tokenizer_from_dict
 from tokendepth.errors import UserError
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.model import LanguageModel, Output
-from tokendepth.runs.files import read_json
 from tokendepth.runs.machine import choose_device
 from tokendepth.runs.run import Run
 from tokendepth.trace import DepthTotals, Execution, add_up
@@ -58,6 +57,15 @@ class Decoder:
         return model(torch.tensor([new], device=self.cache.keys.device), execution=self.execution, cache=self.cache)
 
 
+def tokenizer_of(run: Run) -> Tokenizer:
+    """The run's own, if it fits its model."""
+    tokenizer, expected = tokenizer_from_dict(run.tokenizer), run.config.model.vocab_size
+    if tokenizer.vocab_size != expected:
+        found = f"{run.path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, the model {expected}"
+        raise UserError(f"{found}; restore the folder from a copy")
+    return tokenizer
+
+
 def generate(
     run: Run,
     prompt: str,
@@ -78,7 +86,7 @@ def generate(
     check_range("seed", seed, 0, LARGEST_SEED)
     if run.config.data.corpus in SYNTHETIC_CORPORA and not prompt:
         raise UserError("--prompt is empty; copy and sort continue a source such as '<bos>4a7<sep>'")
-    tokenizer = tokenizer_from_dict(read_json(run.path / "tokenizer.json"))
+    tokenizer = tokenizer_of(run)
     ids = tokenizer.encode(prompt) or [0]
     model = load_model(run, choose_device(device))
     if budget is not None:

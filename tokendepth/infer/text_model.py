@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from tokendepth.data.tokenizer import Tokenizer, tokenizer_from_dict
+from tokendepth.data.tokenizer import Tokenizer
 from tokendepth.errors import UserError
+from tokendepth.infer.generate import tokenizer_of
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.model import LanguageModel, Output
-from tokendepth.runs.files import read_json
 from tokendepth.runs.machine import choose_device
 from tokendepth.runs.run import Run
 from tokendepth.trace import EXECUTIONS, Execution
@@ -44,7 +44,7 @@ class TextModel(nn.Module):
         network = load_model(run, choose_device(device, "device"))
         if budget is not None:
             calibrate.set_budget(network, run, budget)
-        return cls(network, tokenizer_from_dict(read_json(run.path / "tokenizer.json")))
+        return cls(network, tokenizer_of(run))
 
     if TYPE_CHECKING:
 

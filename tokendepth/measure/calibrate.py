@@ -12,8 +12,9 @@ from tokendepth.data import Dataset
 from tokendepth.errors import UserError
 from tokendepth.methods import dial_of, outline
 from tokendepth.model import LanguageModel
-from tokendepth.runs.files import read_json, write_json
+from tokendepth.runs.files import write_sealed
 from tokendepth.runs.run import Run
+from tokendepth.runs.shapes import is_number
 
 FIRST_TOKENS, FEWEST_WINDOWS, MOST_TOKENS = 2**15, 32, 2**19
 WANTED_ERROR = 0.003
@@ -26,6 +27,8 @@ AT_ONCE = 2**14
 """Tokens: what a block makes of more would not fit everywhere."""
 SEED = 2**31
 """No training run may have this one, so calibration draws windows of its own."""
+VERSION = 2
+"""Of calibration.json; 2 is sealed."""
 
 
 def calibrate(model: LanguageModel, dataset: Dataset, budget: float | None = None, *, roughly: bool = False) -> None:
@@ -91,23 +94,19 @@ def has_budget(config: RunConfig) -> bool:
 
 def keep(model: LanguageModel, run: Run, budget: float) -> None:
     """Write the model's thresholds into the run, so that it can be executed at `budget` where its corpus is not."""
-    write_json(_path(run), {"version": 1, "thresholds": {**_kept(run), f"{budget:g}": model.method.thresholds}})
-
-
-def _path(run: Run):
-    return run.path / "calibration.json"
+    thresholds = {**_kept(run), f"{budget:g}": model.method.thresholds}
+    write_sealed(run.path / "calibration.json", {"version": VERSION, "thresholds": thresholds})
 
 
 def _kept(run: Run) -> dict[str, Any]:
-    if not _path(run).exists():
-        return {}
-    tree = read_json(_path(run))
+    remedy = f"remove it and find the thresholds again: tokendepth calibrate {run.path} --budget BUDGET"
+    tree = run.read_added("calibration.json", VERSION, remedy)
+    table = {} if tree is None else tree.get("thresholds")
     sites = sum(site.routed for site in outline(run.config).method.sites(keys=1))
-    table = tree.get("thresholds") if isinstance(tree, dict) and tree.get("version") == 1 else None
     if not isinstance(table, dict) or not all(_is_row(row, sites) for row in table.values()):
-        raise UserError(f"{_path(run)} is damaged or of another version; remove it and calibrate again")
+        raise UserError(f"{run.path / 'calibration.json'} is damaged: no {sites} thresholds for each budget; {remedy}")
     return table
 
 
 def _is_row(row: object, length: int) -> bool:
-    return isinstance(row, list) and len(row) == length and all(type(value) is float for value in row)
+    return isinstance(row, list) and len(row) == length and all(map(is_number, row))

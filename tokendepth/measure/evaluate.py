@@ -74,6 +74,8 @@ def measure(model: LanguageModel, stream: Iterator[Batch], forward: Callable[[Te
 def load_model(run: Run, device: torch.device) -> LanguageModel:
     """The trained model of a finished run, in evaluation mode."""
     weights = {name: torch.from_numpy(array.copy()) for name, array in run.weights().items()}
+    if bad := next((name for name, weight in weights.items() if weight.isnan().any()), None):
+        raise UserError(f"{run.path / 'model.safetensors'}: its {bad} is not a number; restore the folder from a copy")
     model = build(run.config)
     try:
         model.load_state_dict(weights)

@@ -57,10 +57,7 @@ class Record:
 
     @classmethod
     def read(cls, run: Run) -> "Record":
-        env, evaluation = run.env or {}, run.evaluation or {}
-        if not isinstance(env, dict):
-            path = run.path / "env.json"
-            raise UserError(f"{path} holds a {type(env).__name__}; expected a JSON object; remove it")
+        evaluation, env = run.evaluation or {}, run.env or {}
         return cls(printable(run.name), run.path, run.config, run.metrics(), evaluation, env, run.finished)
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 from tokendepth.config import from_dict, to_dict
 from tokendepth.errors import UserError
 from tokendepth.report.records import Record
+from tokendepth.runs import shapes
 from tokendepth.runs.results import Row, add_rows, read_rows
 from tokendepth.runs.run import Run
 
@@ -35,8 +36,10 @@ def records(path: Path) -> list[Record]:
 
 def record(row: Row, path: Path) -> Record:
     """A row of the results file at `path`; where the row has the run's validations, they are its metrics."""
-    config, history = from_dict(row.get("config")), row.get("history", [])
-    return Record(str(row.get("name")), path, config, history, row["evaluation"], row["trained_on"] or {}, True)
+    if problem := shapes.problem(row, shapes.ROW):
+        raise UserError(f"{path} is damaged: in the row {row.get('name')!r:.60} {problem}; restore it from a copy")
+    config, history = from_dict(row["config"]), row.get("history", [])
+    return Record(row["name"], path, config, history, row["evaluation"], row["trained_on"] or {}, True)
 
 
 def at_budgets(found: list[Record]) -> list[Record]:

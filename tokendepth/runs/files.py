@@ -1,24 +1,44 @@
-"""Files that appear whole or not at all, and manifests that tell whether they are still what was written.
+"""Files that appear whole or not at all, and seals that tell whether they are still what was written.
 
-Everything a run keeps is written by these. No torch: tensors come and go as numpy arrays.
+Whatever a run keeps is written and removed by these functions, so that one order holds everywhere: content is synced
+before the name that shows it, and a name before whatever relies on it. A power cut loses only what was not synced yet.
+
+Whatever is read is a regular file of bounded size: a pipe, a device or a file without end in its place is refused at
+once. No torch: tensors come and go as numpy arrays.
 """
 
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
+import math
 import os
-from collections.abc import Iterator
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from tokendepth.errors import UserError
+from tokendepth.runs import shapes
+from tokendepth.runs.shapes import problem
 
 MANIFEST = "MANIFEST.json"
-MANIFEST_VERSION = 1
-"""Of manifests and of what they seal; configs have one of their own."""
+MANIFEST_VERSION = 2
+"""Of manifests and of what they seal; configs have one of their own. 2: what is added to a finished run is sealed, and
+checkpoints no longer carry metrics.jsonl. All earlier ones are read."""
+LARGEST_JSON = 4 * 10**8
+"""Bytes; the tokenizer of a run may take half of that."""
+PIECE = 1 << 20
+"""Bytes that are read at once."""
 
 Tensors = dict[str, Any]
+Facts = dict[str, Any]
+"""The `bytes` and `sha256` of a file."""
 
 
 class NewerFormat(UserError):
@@ -36,13 +56,86 @@ def disk_faults(path: Path) -> Iterator[None]:
         errno.EACCES: f"permission denied; what was saved is intact; allow it and {again}, or choose another folder",
         errno.EPERM: f"permission denied; what was saved is intact; allow it and {again}, or choose another folder",
         errno.ENOTDIR: "a part of this path is a file, not a folder; choose another",
-        errno.EEXIST: "a file of that name is in the way; choose another name",
+        errno.EEXIST: "a file of that name is in the way; choose another name, or move it away",
+        errno.EISDIR: f"a folder is in the place of a file; move it away and {again}",
     }
     try:
         yield
     except OSError as error:
         remedy = remedies.get(error.errno or 0, f"{error.strerror or error}; choose another folder")
         raise UserError(f"cannot write {path}: {remedy}") from error
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def regular(path: str, flags: int) -> int:
+    """An opener for `open`. Whoever waits for a pipe or a device waits for ever."""
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return handle
+
+
+def open_regular(path: Path) -> BufferedReader:
+    return open(path, "rb", opener=regular)
+
+
+def read_bytes(path: Path, most: int | None = LARGEST_JSON) -> bytes:
+    """An OSError, also for a file of more than `most` bytes, is the caller's to tell."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes are too many for it")
+        return file.read(size)
+
+
+def first_bytes(path: Path, size: int) -> Iterator[bytes]:
+    """In pieces; fewer where the file has fewer."""
+    with open_regular(path) as file:
+        while size and (piece := file.read(min(size, PIECE))):
+            size -= len(piece)
+            yield piece
+
+
+def read_json(path: Path, remedy: str = "restore it from a copy") -> Any:
+    try:
+        return _parsed(path, _content(path))
+    except UserError as error:
+        raise UserError(f"{error}; {remedy}") from None
+
+
+def _content(path: Path) -> bytes:
+    """A UserError tells the problem alone: what can be done about it depends on whose file it is."""
+    try:
+        return read_bytes(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _parsed(path: Path, content: bytes) -> Any:
+    try:
+        return parse_json(content)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({str(error)[:80]})") from None
+
+
+def parse_json(content: bytes) -> Any:
+    """Without NaN and infinities, which we never write. A ValueError or RecursionError is the caller's to tell."""
+    return json.loads(content, parse_float=_finite, parse_constant=_finite)
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:20]} is no finite number")
+    return number
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def sync_folder(path: Path) -> None:
@@ -55,19 +148,35 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def replace_bytes(path: Path, data: bytes) -> None:
+def make_folder(path: Path) -> None:
+    """With those above it. Else a power cut could take the folder's name, and all that was saved in it."""
+    if not path.is_dir():
+        if not path.parent.exists():
+            make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        with contextlib.suppress(PermissionError):  # a folder that may be written to but not be listed
+            sync_folder(path.parent)
+
+
+def replace_pieces(path: Path, pieces: Iterable[bytes]) -> None:
     """Replace `path` atomically: a crash or a full disk leaves the old content. An OSError is the caller's to tell."""
     part = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        with open(part, "wb") as file:
-            file.write(data)
+        part.unlink(missing_ok=True)  # of an earlier process with our number
+        with open(part, "xb") as file:
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise
     sync_folder(path.parent)
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    replace_pieces(path, [data])
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -83,33 +192,74 @@ def write_json(path: Path, tree: object) -> None:
     write_bytes(path, json_bytes(tree))
 
 
-def read_json(path: Path, remedy: str = "restore it from a copy") -> Any:
-    try:
-        return _parsed(path)
-    except UserError as error:
-        raise UserError(f"{error}; {remedy}") from None
+def append(path: Path, data: bytes, *, sync: bool = False) -> None:
+    """An OSError is the caller's to tell."""
+    _keep_to_ourselves(path)
+    with open(path, "ab", opener=regular) as file:
+        file.write(data)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
 
 
-def _parsed(path: Path) -> Any:
-    """The problem alone: what can be done about it depends on whose file it is."""
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({str(error)[:80]})") from None
+def cut(path: Path, size: int) -> None:
+    """Drop what comes after the first `size` bytes. An OSError is the caller's to tell."""
+    _keep_to_ourselves(path)
+    if os.lstat(path).st_size > size:
+        os.truncate(path, size)
 
 
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _keep_to_ourselves(path: Path) -> None:
+    """What a link leads to, and a file with a second name, is somebody else's too: from now on ours is a copy."""
+    with contextlib.suppress(FileNotFoundError):
+        facts = os.lstat(path)
+        if stat.S_ISLNK(facts.st_mode) or facts.st_nlink > 1:
+            replace_pieces(path, first_bytes(path, os.stat(path).st_size))
 
 
-def _manifest_bytes(step: int, files: dict[str, dict[str, Any]]) -> bytes:
-    """A manifest is its own checksum too, so that no byte of a checkpoint can change unnoticed."""
-    body = {"version": MANIFEST_VERSION, "step": step, "files": files}
+def rename(path: Path, target: Path) -> None:
+    """An OSError is the caller's to tell."""
+    os.rename(path, target)
+    sync_folder(target.parent)
+
+
+def put_aside(path: Path) -> Path:
+    """Give whatever is at `path` another name, for its owner to find. An OSError is the caller's to tell."""
+    names = (path.with_name(f"{path.name}.aside{number or ''}") for number in itertools.count())
+    target = next(name for name in names if not os.path.lexists(name))
+    os.rename(path, target)
+    return target
+
+
+def remove(folder: Path, names: Iterable[str]) -> None:
+    """Remove these files of a folder, and the folder itself if nothing else is in it. What cannot be removed stays."""
+    if not folder.is_symlink():
+        for path in (folder / name for name in names):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def left_overs(folder: Path, names: str) -> list[Path]:
+    """What killed processes had not finished: .tmp-NAME-PROCESS, with a NAME that the pattern `names` matches."""
+    return [path for path in folder.glob(".tmp-*") if re.fullmatch(rf"\.tmp-({names})-\d+", path.name)]
+
+
+def remove_left_overs(folder: Path, names: str) -> None:
+    for path in left_overs(folder, names):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+# --- sealed files -----------------------------------------------------------------------------------------------------
+
+
+def sealed(body: dict[str, Any]) -> bytes:
+    """JSON with its own checksum, so that no byte of it can change unnoticed."""
     return json_bytes({**body, "sha256": _seal(body)})
 
 
@@ -117,68 +267,108 @@ def _seal(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _is_sealed(manifest: dict[str, Any]) -> bool:
-    """By whatever version wrote it; else a flipped bit could pass for a newer one."""
-    return manifest.get("sha256") == _seal({key: value for key, value in manifest.items() if key != "sha256"})
+def write_sealed(path: Path, body: dict[str, Any]) -> None:
+    write_bytes(path, sealed(body))
 
 
-def _measure(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+def read_sealed(path: Path, version: int) -> tuple[dict[str, Any], bool]:
+    """What `write_sealed` wrote, to the byte, of up to this `version`; and whether it is sealed.
 
-
-def write_manifest(folder: Path, names: tuple[str, ...], step: int) -> None:
-    """Written last. An OSError is the caller's to tell."""
-    replace_bytes(folder / MANIFEST, _manifest_bytes(step, {name: _measure(folder / name) for name in names}))
-
-
-def read_manifest(folder: Path) -> tuple[int, dict[str, Any]]:
-    """The step and the files' facts, if the manifest is to the byte what tokendepth wrote."""
-    path = folder / MANIFEST
-    manifest: Any = _parsed(path)
-    manifest = manifest if isinstance(manifest, dict) else {}
-    version, step, files = (manifest.get(key) for key in ("version", "step", "files"))
-    if type(version) is int and version > MANIFEST_VERSION and _is_sealed(manifest):
-        raise NewerFormat(f"{path} has format {version}, newer than {MANIFEST_VERSION}; upgrade tokendepth")
-    well_formed = type(step) is int and step >= 0 and isinstance(files, dict)
-    if not well_formed or path.read_bytes() != _manifest_bytes(step, files):
+    Version 1 of eval.json and calibration.json had no seal. Every later version has one, so that a file that lost it
+    does not pass for an old one. A UserError tells the problem alone.
+    """
+    content = _content(path)
+    tree = _parsed(path, content)
+    found = tree.get("version") if isinstance(tree, dict) else None
+    if type(found) is not int:
         raise UserError(f"{path} is damaged: it is not what tokendepth wrote")
-    return step, files
+    body = {key: value for key, value in tree.items() if key != "sha256"}
+    if found > version and tree.get("sha256") == _seal(body):
+        raise NewerFormat(f"{path} has format {found}, newer than {version}; upgrade tokendepth")
+    if found == 1 and "sha256" not in tree:
+        return body, False
+    if found > version or content != sealed(body):
+        raise UserError(f"{path} is damaged: it is not what tokendepth wrote")
+    return body, True
 
 
-def verify_manifest(folder: Path, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> int:
-    """The step that `folder` holds, if every file in it is as it was written; else a UserError that names the file."""
-    step, files = read_manifest(folder)
-    if not set(names) <= set(files) <= {*names, *optional}:
+# --- manifests --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Manifest:
+    version: int
+    step: int
+    files: dict[str, Facts]
+
+
+def sha256(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, names: Iterable[str], step: int) -> None:
+    """Written last, for it vouches that these files are on the disk. An OSError is the caller's to tell."""
+    files = {name: _synced_facts(folder / name) for name in names}
+    replace_bytes(folder / MANIFEST, sealed({"version": MANIFEST_VERSION, "step": step, "files": files}))
+
+
+def _synced_facts(path: Path) -> Facts:
+    with open(path, "r+b" if os.name == "nt" else "rb", opener=regular) as file:  # Windows syncs what it may write to
+        os.fsync(file.fileno())
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """If it is to the byte what tokendepth wrote."""
+    path = folder / MANIFEST
+    body, is_sealed = read_sealed(path, MANIFEST_VERSION)
+    if not is_sealed or problem(body, shapes.MANIFEST):
+        raise UserError(f"{path} is damaged: it is not what tokendepth wrote")
+    return Manifest(**body)
+
+
+def verify_manifest(folder: Path, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> Manifest:
+    """Of a folder in which every file is as it was written; else a UserError that names the file."""
+    manifest = read_manifest(folder)
+    if not set(names) <= set(manifest.files) <= {*names, *optional}:
         raise UserError(f"{folder / MANIFEST} is damaged: it does not list what it must")
-    for name, facts in files.items():
+    for name, facts in manifest.files.items():
         verify_file(folder / name, facts)
-    return step
+    return manifest
 
 
-def verify_file(path: Path, expected: Any) -> None:
+def verify_file(path: Path, expected: Facts) -> None:
     try:
-        found = _measure(path)
+        with open_regular(path) as file:
+            # The size first: a file without end has no SHA-256.
+            same_size = os.fstat(file.fileno()).st_size == expected["bytes"]
+            if same_size and hashlib.file_digest(file, "sha256").hexdigest() == expected["sha256"]:
+                return
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    if found != expected:
-        same_size = isinstance(expected, dict) and expected.get("bytes") == found["bytes"]
-        raise UserError(f"{path} is damaged: its {'SHA-256' if same_size else 'size'} is wrong")
+    raise UserError(f"{path} is damaged: its {'SHA-256' if same_size else 'size'} is wrong")
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
 
 
 def serialize(tensors: Tensors) -> bytes:
     """The same tensors make the same bytes: of several metadata entries the order would be left to chance."""
     from safetensors.numpy import save
 
-    return save(tensors, metadata={"tokendepth": str(MANIFEST_VERSION)})
+    return save(tensors, metadata={"tokendepth": "1"})
 
 
 def deserialize(path: Path) -> Tensors:
+    """Of a file that was verified."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
     try:
-        return load(path.read_bytes())
-    except (SafetensorError, ValueError, KeyError) as error:
+        tensors = load(read_bytes(path, most=None))
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a checkpoint of tokendepth ({str(error)[:80]})") from None
+    return tensors

@@ -1,72 +1,113 @@
 """One process at a time trains into a run folder.
 
-The lock is the kernel's (`flock`), so a process that is killed cannot leave it behind; the file that it is taken on
-only says who holds it. Those who only read a run need no lock. Where there is no `flock` (Windows, some network file
-systems) nobody is locked out, and it is on the user not to start two.
+The lock is the kernel's (`flock`), so a process that is killed cannot leave it behind. It is taken twice: on the
+folder, which stays locked whatever is removed from it, and on a file in it, which says who holds the lock and serves
+where only files can be locked (NFS). Those who only read a run need no lock. Where there is no `flock` (Windows, some
+network file systems) nobody is locked out, and it is on the user not to start two.
 """
 
 import contextlib
+import errno
 import os
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tokendepth.checks import printable
 from tokendepth.errors import UserError
-from tokendepth.runs.files import disk_faults
+from tokendepth.runs.files import disk_faults, make_folder, regular
 from tokendepth.runs.run import LOCK
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None
+
+SIGNATURE = b"process "
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
+"""What opening a pipe, a folder or a link says."""
 
 
 @contextlib.contextmanager
 def only_one(folder: Path) -> Iterator[None]:
     """Hold `folder`, made if it is not there, against other trainings; a UserError names the one that holds it."""
-    with disk_faults(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = _locked(folder / LOCK)
-    try:
+    with contextlib.ExitStack() as held:
+        with disk_faults(folder):
+            make_folder(folder)
+            if fcntl:
+                handle = os.open(folder, os.O_RDONLY)
+                held.callback(os.close, handle)
+                _lock(handle, folder)
+            while not _lock_file(folder / LOCK, held):
+                pass
         yield
-    finally:
-        with contextlib.suppress(OSError):  # a disk that has become read-only keeps the file, without the lock
-            (folder / LOCK).unlink()
-        os.close(handle)
 
 
-def _locked(path: Path) -> int:
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def _lock_file(path: Path, held: contextlib.ExitStack) -> bool:
+    """False where the one before removed the file between our opening and locking it."""
+    with contextlib.ExitStack() as opened:
         try:
-            _lock(handle, path)
-            if not _is_at(handle, path):  # the one before removed it between our opening and locking it
-                os.close(handle)
-                continue
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            os.truncate(handle, 0)
-            os.write(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
-            return handle
-        except BaseException:
-            os.close(handle)
+            handle = regular(str(path), os.O_RDWR | os.O_CREAT | NO_FOLLOW)
+        except OSError as error:
+            if error.errno in NO_FILE:
+                raise _in_the_way(path) from None
             raise
+        opened.callback(os.close, handle)
+        _lock(handle, path.parent)
+        if not _is_at(handle, path):
+            return False
+        content = os.read(handle, 200)
+        if content.strip(b"\0") and not content.startswith(SIGNATURE):  # zeros are what a power cut leaves
+            raise _in_the_way(path)
+        os.lseek(handle, 0, os.SEEK_SET)
+        os.truncate(handle, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.write(handle, SIGNATURE + f"{os.getpid()} on {socket.gethostname()} since {since}".encode())
+        held.push(opened.pop_all())
+        held.callback(_remove, handle, path)
+        return True
 
 
-def _lock(handle: int, path: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:
+def _lock(handle: int, folder: Path) -> None:
+    if fcntl is None:
         return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.read(handle, 200).decode(errors="replace") or "another process"
         raise UserError(
-            f"{path.parent} is being trained by {holder}; this second training has changed nothing; "
+            f"{folder} is being trained by {_holder(folder / LOCK)}; this second training has changed nothing; "
             "wait for the first, stop it, or choose another --out"
         ) from None
     except OSError:
         return
 
 
+def _holder(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        handle = regular(str(path), os.O_RDONLY | NO_FOLLOW)
+        try:
+            content = os.read(handle, 200)
+        finally:
+            os.close(handle)
+        if content.startswith(SIGNATURE):
+            return printable(content.decode(errors="replace"))
+    return "another process"
+
+
+def _in_the_way(path: Path) -> UserError:
+    return UserError(f"{path} is not a lock of tokendepth's; it is left alone; move it away and repeat the command")
+
+
+def _remove(handle: int, path: Path) -> None:
+    with contextlib.suppress(OSError):  # a disk that has become read-only keeps the file, without the lock
+        if _is_at(handle, path):
+            path.unlink()
+
+
 def _is_at(handle: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
     except FileNotFoundError:
         return False

@@ -3,17 +3,15 @@
     config.json  env.json  tokenizer.json  metrics.jsonl  checkpoints/
     model.safetensors  MANIFEST.json       once finished
     eval.json                              once evaluated
+    calibration.json                       once thresholds of other budgets are kept
 
-A checkpoint is a folder that appears whole or not at all: it is written under another name, synced, closed by a
-manifest with the SHA-256 of every file, and renamed. Loading takes the newest one whose manifest verifies and names
-those it passed over. It also carries the run's small files as they were, so that a good checkpoint is all that a run
-needs to go on. No file is ever a pickle. Imports no torch: tensors come and go as numpy arrays.
+The manifest seals what a run was when it was finished; what is added later has a seal of its own. A run may lie behind
+a link, and so may each of its files: reading follows links to regular files, writing puts a file in a link's place. No
+file is ever a pickle. Imports no torch: tensors come and go as numpy arrays.
 """
 
 import contextlib
-import json
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,9 @@ from typing import Any
 
 from tokendepth.config import RunConfig, from_dict, to_dict
 from tokendepth.errors import UserError
+from tokendepth.runs import checkpoints, shapes
+from tokendepth.runs.checkpoints import CARRIED_FILES, Checkpoint
+from tokendepth.runs.checkpoints import CHECKPOINT_FILES as CHECKPOINT_FILES
 from tokendepth.runs.files import (
     MANIFEST,
     NewerFormat,
@@ -28,35 +29,31 @@ from tokendepth.runs.files import (
     deserialize,
     disk_faults,
     json_bytes,
+    left_overs,
+    make_folder,
+    parse_json,
+    read_bytes,
     read_json,
     read_manifest,
+    read_sealed,
+    remove_left_overs,
     replace_bytes,
     serialize,
-    sync_folder,
     verify_file,
     verify_manifest,
     write_bytes,
-    write_json,
     write_manifest,
+    write_sealed,
 )
-from tokendepth.trace import EXECUTIONS
+from tokendepth.runs.metrics import METRICS, MetricsLog, Row, last_rows, read_rows
 
-KEEP_CHECKPOINTS = 2
 LOCK = ".lock"
-EVALUATION_VERSION = 1
-CHECKPOINT_FILES = ("state.safetensors",)
-SMALL_FILES = ("config.json", "env.json", "tokenizer.json", "metrics.jsonl")
+EVALUATION_VERSION = 2
+"""2: sealed. An evaluation of version 1 is read after its types and ranges are checked."""
+SMALL_FILES = (*CARRIED_FILES, METRICS)
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
-
-# --- the run ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    step: int
-    tensors: Tensors
-    files: dict[str, bytes]
-    """Those of SMALL_FILES that the run had, as they were."""
+OWN_NAMES = "|".join((*SMALL_FILES, "model.safetensors", MANIFEST, "eval.json", "calibration.json")).replace(".", r"\.")
+RESTORE = "restore it from a copy, or train the run anew in another folder"
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Run:
             raise UserError(f"{run.path} is a file; expected a run folder; name the folder")
         if not os.path.isdir(run.path):
             raise UserError(f"{run.path}: no such run folder; train one with tokendepth train RECIPE --out {run.path}")
-        if not os.path.isfile(run.path / "config.json"):
+        if not os.path.lexists(run.path / "config.json"):
             inside = sorted(str(config.parent) for config in run.path.glob("*/config.json"))
             remedy = f"it holds runs: {', '.join(inside[:3])}" if inside else "name a folder that is one"
             raise UserError(f"{run.path} is not a tokendepth run: it has no config.json; {remedy}")
@@ -90,22 +87,22 @@ class Run:
         """The run folder for `config`: new, or with `resume` the one that is there if it is of the same config."""
         run = cls(Path(path))
         with disk_faults(run.path):
-            run.path.mkdir(parents=True, exist_ok=True)
-            stray = [p.name for p in run.path.iterdir() if not p.name.startswith(".tmp-") and p.name != LOCK]
-        if (run.path / "config.json").exists() and not resume:
+            make_folder(run.path)
+            ours = {LOCK, *(path.name for path in left_overs(run.path, OWN_NAMES))}
+            stray = [path.name for path in run.path.iterdir() if path.name not in ours]
+        if "config.json" in stray and not resume:
             raise UserError(f"{run.path} already holds a run; go on with it by --resume, or choose another --out")
         if stray and (problem := run._problem_with(config, min(stray))) and not (resume and run._was_of(config)):
             raise UserError(problem)
-        with disk_faults(run.path):
-            for left_over in [*run.path.glob(".tmp-*"), *run.checkpoints.glob(".tmp-*")]:
-                shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
+        remove_left_overs(run.path, OWN_NAMES)
+        remove_left_overs(run.checkpoints, "[0-9]{8,}")
         if not stray:
             write_bytes(run.path / "config.json", config_bytes(config))
         return run
 
     def _problem_with(self, config: RunConfig, stray: str) -> str | None:
         """Why `config` cannot go on in this folder, which is not empty, as far as its config.json tells."""
-        if not (self.path / "config.json").exists():
+        if not os.path.lexists(self.path / "config.json"):
             return f"{self.path} is not empty and not a run (it holds {stray}); choose another --out"
         try:
             difference = _first_difference(to_dict(self.config), to_dict(config))
@@ -117,8 +114,8 @@ class Run:
         """Whether the newest good checkpoint is of `config`: then it is config.json that was damaged."""
         checkpoint, _ = self.load_checkpoint()
         try:
-            return checkpoint is not None and from_dict(json.loads(checkpoint.files["config.json"])) == config
-        except (KeyError, ValueError):  # none, or not one that this version reads
+            return checkpoint is not None and from_dict(parse_json(checkpoint.files["config.json"])) == config
+        except (KeyError, ValueError, RecursionError):  # none, or not one that this version reads
             return False
 
     @property
@@ -129,6 +126,8 @@ class Run:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    # -- what it is, in small files: the folder and every checkpoint have a copy
+
     @property
     def config(self) -> RunConfig:
         path = self._checked("config.json")
@@ -138,36 +137,30 @@ class Run:
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 
-    # -- metrics: one JSON object a line, in order of steps
+    @property
+    def env(self) -> dict[str, Any] | None:
+        """None in a run that was not begun."""
+        path = self._checked("env.json")
+        if not os.path.lexists(path):
+            return None
+        facts = read_json(path)
+        if problem := shapes.problem(facts, shapes.ENVIRONMENT):
+            raise UserError(f"{path} is damaged: {problem}; restore it from a copy")
+        return facts
 
-    def append_metrics(self, row: dict[str, Any]) -> bytes:
-        """Add a row; returns the bytes that were added."""
-        line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        with disk_faults(self.path), open(self.path / "metrics.jsonl", "ab") as file:
-            file.write(line)
-        return line
+    @property
+    def tokenizer(self) -> Any:
+        """The tree that `tokenizer_from_dict` reads."""
+        return read_json(self._checked("tokenizer.json"))
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Every complete row; a last line that a crash cut short is not one."""
-        path = self._checked("metrics.jsonl")
-        rows = []
-        lines = path.read_bytes().split(b"\n") if path.exists() else []
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line) if line else None
-                if line and not (isinstance(row, dict) and type(row.get("step")) is int):
-                    raise ValueError("not an object with a step")
-            except (ValueError, RecursionError) as error:
-                if number == len(lines):
-                    break
-                raise UserError(
-                    f"{path} line {number} is damaged ({str(error)[:60]}); restore it from a copy"
-                ) from None
-            if row:
-                rows.append(row)
-        return rows
-
-    # -- the small files: training holds them in memory, the folder and every checkpoint have a copy
+    def _checked(self, name: str) -> Path:
+        """The path of a file that, in a finished run, is still as it was when the run was finished."""
+        if self.finished:
+            with _remedy(RESTORE):
+                files = read_manifest(self.path).files
+                if name in files:
+                    verify_file(self.path / name, files[name])
+        return self.path / name
 
     def restore(self, files: dict[str, bytes]) -> list[str]:
         """Write whichever of `files` is not as it should be; one line for each that was lost or damaged."""
@@ -175,90 +168,18 @@ class Run:
         for name, content in files.items():
             path = self.path / name
             found = _content(path)
-            if found == content:
-                continue
-            # A run that was stopped has metrics of steps after its checkpoint, which it will take again.
-            if not (name == "metrics.jsonl" and found is not None and found.startswith(content)):
+            if found != content:
                 what = "was missing or unreadable" if found is None else "was damaged"
                 lines.append(f"{path} {what}; it is restored, nothing is lost")
-            write_bytes(path, content)
+                write_bytes(path, content)
         return lines
-
-    def _checked(self, name: str) -> Path:
-        """The path of a file that, in a finished run, is still as it was when the run was finished."""
-        if self.finished:
-            with _remedy_of_finished():
-                _, files = read_manifest(self.path)
-                if name in files:
-                    verify_file(self.path / name, files[name])
-        return self.path / name
-
-    # -- checkpoints
-
-    def save_checkpoint(self, step: int, tensors: Tensors, files: dict[str, bytes] | None = None) -> None:
-        final, part = self.checkpoints / f"step-{step:08d}", self.checkpoints / f".tmp-{step:08d}-{os.getpid()}"
-        with disk_faults(final):
-            try:
-                shutil.rmtree(part, ignore_errors=True)
-                part.mkdir(parents=True)
-                replace_bytes(part / "state.safetensors", serialize({**tensors, **_as_tensors(files or {})}))
-                write_manifest(part, CHECKPOINT_FILES, step)
-                shutil.rmtree(final, ignore_errors=True)  # there only if it was found damaged
-                os.rename(part, final)
-                sync_folder(self.checkpoints)
-            except BaseException:
-                shutil.rmtree(part, ignore_errors=True)
-                raise
-        # Those of later steps were found damaged, or the run would be past them.
-        good = [folder for folder in self._checkpoint_folders() if _step_of(folder) <= step]
-        for old in set(self._checkpoint_folders()) - set(good[:KEEP_CHECKPOINTS]):
-            shutil.rmtree(old, ignore_errors=True)
-
-    def load_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that verifies, and one line for each newer one that does not."""
-        skipped = []
-        folders = self._checkpoint_folders()
-        for number, folder in enumerate(folders, 1):
-            try:
-                step = verify_manifest(folder, CHECKPOINT_FILES)
-                if folder.name != f"step-{step:08d}":
-                    raise UserError(f"{folder} holds step {step}, not the one in its name")
-                tensors = deserialize(folder / "state.safetensors")
-                return Checkpoint(step, tensors, _taken_files(tensors)), skipped
-            except NewerFormat:
-                raise
-            except UserError as error:
-                remedy = (
-                    "going back to the one before it" if number < len(folders) else "no other is left: starting afresh"
-                )
-                skipped.append(f"passed over a checkpoint: {error}; {remedy}")
-        return None, skipped
-
-    def check_checkpoint(self, checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -> None:
-        """One that verifies may still be of another run: whoever moves folders can mix them up."""
-        folder, difference = self.checkpoints / f"step-{checkpoint.step:08d}", None
-        there, env = (checkpoint.files.get(name, b"null") for name in ("config.json", "env.json"))
-        try:
-            if (tree := json.loads(there)) is not None:
-                difference = _first_difference(to_dict(from_dict(tree)), to_dict(config))
-            facts = json.loads(env)
-        except ValueError as error:  # a UserError is one too
-            raise UserError(f"{folder} is of a run that this version cannot read ({error}); remove it") from None
-        if not difference and isinstance(facts, dict) and facts.get("corpus_sha256", fingerprint) != fingerprint:
-            difference = f"its corpus {config.data.corpus!r} had another content"
-        if difference:
-            remedy = "put the run's own checkpoint in its place, or remove it to go on without it"
-            raise UserError(f"{folder} is of another run: {difference}; {remedy}")
-
-    def _checkpoint_folders(self) -> list[Path]:
-        return sorted(self.checkpoints.glob("step-*"), key=_step_of, reverse=True)
 
     def check_corpus(self, fingerprint: str) -> None:
         """A run goes on, and is measured, only on the text that it was trained on."""
         env = self.env
-        if env is None:  # not begun
+        if env is None:
             return
-        if not isinstance(env, dict) or "corpus_sha256" not in env:
+        if "corpus_sha256" not in env:
             raise UserError(f"{self.path / 'env.json'} is damaged: it does not name the corpus; restore it from a copy")
         if env["corpus_sha256"] != fingerprint:
             corpus = self.config.data.corpus
@@ -267,19 +188,62 @@ class Run:
                 "train anew"
             )
 
+    # -- metrics
+
+    def metrics(self) -> list[Row]:
+        """Every complete row, in order of steps."""
+        return read_rows(self._checked(METRICS))
+
+    def last_metrics(self) -> list[Row]:
+        """The last rows, some hundreds: for a look in passing, however long the run is."""
+        return last_rows(self.path / METRICS)
+
+    def metrics_log(self, checkpoint: Checkpoint | None) -> MetricsLog:
+        """For a training that goes on from `checkpoint`, or begins."""
+        return MetricsLog(self.path, checkpoint.metrics, checkpoint.rows) if checkpoint else MetricsLog(self.path)
+
+    # -- checkpoints
+
+    def save_checkpoint(
+        self, step: int, tensors: Tensors, files: dict[str, bytes] | None = None, metrics: MetricsLog | None = None
+    ) -> None:
+        checkpoints.save(self.checkpoints, step, tensors, files or {}, metrics)
+
+    def load_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint that verifies, and one line for each newer one that does not."""
+        return checkpoints.load(self.checkpoints)
+
+    def check_checkpoint(self, checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -> None:
+        """One that verifies may still be of another run: whoever moves folders can mix them up."""
+        folder, difference = self.checkpoints / f"step-{checkpoint.step:08d}", None
+        there, env = (checkpoint.files.get(name, b"null") for name in ("config.json", "env.json"))
+        try:
+            if (tree := parse_json(there)) is not None:
+                difference = _first_difference(to_dict(from_dict(tree)), to_dict(config))
+            facts = parse_json(env)
+        except (ValueError, RecursionError) as error:  # a UserError is a ValueError too
+            raise UserError(f"{folder} is of a run that this version cannot read ({error}); remove it") from None
+        if not difference and isinstance(facts, dict) and facts.get("corpus_sha256", fingerprint) != fingerprint:
+            difference = f"its corpus {config.data.corpus!r} had another content"
+        if not difference and checkpoint.step > config.train.steps:
+            difference = f"it is of step {checkpoint.step}, and this run has {config.train.steps}"
+        if difference:
+            remedy = "put the run's own checkpoint in its place, or remove it to go on without it"
+            raise UserError(f"{folder} is of another run: {difference}; {remedy}")
+
     # -- the finished model
 
     @property
     def finished(self) -> bool:
-        return os.path.exists(self.path / MANIFEST)
+        return os.path.lexists(self.path / MANIFEST)
 
     def finish(self, weights: Tensors) -> None:
         """Write the trained weights; the manifest makes the run a finished one. Its checkpoints have served then."""
-        small = [name for name in SMALL_FILES if (self.path / name).exists()]
+        small = [name for name in SMALL_FILES if os.path.lexists(self.path / name)]
         with disk_faults(self.path):
             replace_bytes(self.path / "model.safetensors", serialize(weights))
-            write_manifest(self.path, tuple(sorted({*MODEL_FILES, *small})), self.config.train.steps)
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
+            write_manifest(self.path, sorted({*MODEL_FILES, *small}), self.config.train.steps)
+        checkpoints.remove_all(self.checkpoints)
 
     def verify(self) -> None:
         """A UserError if the run is not finished, or a file of it was changed since."""
@@ -287,76 +251,72 @@ class Run:
             missing = f", or {self.path / MANIFEST} was lost" if (self.path / "model.safetensors").exists() else ""
             remedy = f"go on with: tokendepth train ... --out {self.path} --resume"
             raise UserError(f"{self.path} is not finished{missing}; {remedy}")
-        with _remedy_of_finished():
-            verify_manifest(self.path, MODEL_FILES, SMALL_FILES)
+        with _remedy(RESTORE):
+            step, steps = verify_manifest(self.path, MODEL_FILES, SMALL_FILES).step, self.config.train.steps
+            if step != steps:
+                raise UserError(f"{self.path / MANIFEST} is damaged: it is of step {step}, not {steps}")
 
     @property
     def fingerprint(self) -> str:
         """Of the finished run's weights: as good as they are, and shorter."""
-        _, files = read_manifest(self.path)
-        return files["model.safetensors"]["sha256"]
+        self.verify()
+        return read_manifest(self.path).files["model.safetensors"]["sha256"]
 
     def weights(self) -> Tensors:
         """The finished run's weights, verified."""
         self.verify()
-        with _remedy_of_finished():
+        with _remedy(RESTORE):
             return deserialize(self.path / "model.safetensors")
+
+    # -- what is added to it
 
     @property
     def evaluation(self) -> dict[str, Any] | None:
-        path = self.path / "eval.json"
-        if not path.exists():
-            return None
         remedy = f"measure the run again: tokendepth evaluate {self.path}"
-        tree = read_json(path, remedy)
-        if problem := _problem_of_evaluation(tree):
-            raise UserError(f"{path} {problem}; {remedy}")
-        return tree
+        tree = self.read_added("eval.json", EVALUATION_VERSION, remedy)
+        if tree is None:
+            return None
+        if problem := shapes.problem(tree, shapes.EVALUATION):
+            raise UserError(f"{self.path / 'eval.json'} is damaged: {problem}; {remedy}")
+        return {"curve": [], "passage": None, **tree}  # which the first versions did not have
 
     def write_evaluation(self, tree: dict[str, Any]) -> None:
-        write_json(self.path / "eval.json", tree)
+        write_sealed(self.path / "eval.json", tree)
 
-    @property
-    def env(self) -> dict[str, Any] | None:
-        path = self._checked("env.json")
-        return read_json(path) if path.exists() else None
+    def read_added(self, name: str, version: int, remedy: str) -> dict[str, Any] | None:
+        """A sealed file of numbers, of up to this `version`; None where there is none.
+
+        Those of version 1 have no seal. A run that was finished since there are seals has none of these.
+        """
+        path = self.path / name
+        if not os.path.lexists(path):
+            return None
+        with _remedy(remedy):
+            tree, is_sealed = read_sealed(path, version)
+            if not is_sealed and self.finished and read_manifest(self.path).version > 1:
+                raise UserError(f"{path} is damaged: its seal is gone")
+        return tree
 
 
 def config_bytes(config: RunConfig) -> bytes:
     return json_bytes(to_dict(config))
 
 
-def _problem_of_evaluation(tree: Any) -> str | None:
-    version = tree.get("version") if isinstance(tree, dict) else None
-    if type(version) is not int:
-        return "is damaged: it is no evaluation that tokendepth wrote"
-    if version != EVALUATION_VERSION:
-        return f"has version {version}; this tokendepth reads version {EVALUATION_VERSION}"
-    # Every run is measured under hard; an older evaluation may lack another.
-    wrong = [name for name in EXECUTIONS if not isinstance(tree.get(name), dict if name == "hard" else dict | None)]
-    return f"is damaged: its {wrong[0]} figures are missing or wrong" if wrong else None
-
-
 def _content(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        return read_bytes(path)
     except OSError:
         return None
 
 
 @contextlib.contextmanager
-def _remedy_of_finished() -> Iterator[None]:
+def _remedy(remedy: str) -> Iterator[None]:
     try:
         yield
     except NewerFormat:
         raise
     except UserError as error:
-        raise UserError(f"{error}; restore it from a copy, or train the run anew in another folder") from None
-
-
-def _step_of(folder: Path) -> int:
-    digits = folder.name.removeprefix("step-")
-    return int(digits) if digits.isdecimal() else -1
+        raise UserError(f"{error}; {remedy}") from None
 
 
 def _first_difference(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str | None:
@@ -368,15 +328,3 @@ def _first_difference(there: dict[str, Any], wanted: dict[str, Any], prefix: str
         elif a != b:
             return f"its {prefix}{key} is {a!r}, not {b!r}"
     return None
-
-
-def _as_tensors(files: dict[str, bytes]) -> Tensors:
-    import numpy as np
-
-    return {f"file/{name}": np.frombuffer(content, np.uint8) for name, content in files.items()}
-
-
-def _taken_files(tensors: Tensors) -> dict[str, bytes]:
-    """Take the small files out of a checkpoint's tensors."""
-    taken = {name: tensors.pop(f"file/{name}", None) for name in SMALL_FILES}
-    return {name: array.tobytes() for name, array in taken.items() if array is not None}

@@ -163,13 +163,15 @@ class _Training:
                 weights.rename(kept := weights.with_name("model.unverified.safetensors"))
             self._say(f"{weights} has lost its manifest; it is kept as {kept.name}, training starts afresh")
         self.files = checkpoint.files if checkpoint else self._first_files()
+        self.metrics = self.run.metrics_log(checkpoint)
         if checkpoint and self.ranks.rank == 0:
             self._restore_files()
         self.ranks.wait()
         self.run.check_corpus(self.dataset.fingerprint)
         if not checkpoint and self.ranks.rank == 0:
             self.run.restore(self.files)
-        self.validated = {row["step"] for row in self.run.metrics() if "val_loss" in row}
+            self.metrics.restore()
+        self.validated = {row["step"] for row in self.run.last_metrics() if "val_loss" in row}
         self.ranks.wait()
         return step
 
@@ -181,11 +183,10 @@ class _Training:
             "config.json": config_bytes(self.config),
             "env.json": json_bytes(facts),
             "tokenizer.json": json_bytes(self.dataset.tokenizer.to_dict()),
-            "metrics.jsonl": b"",
         }
 
     def _restore_files(self) -> None:
-        for line in self.run.restore(self.files):
+        for line in [*self.run.restore(self.files), *self.metrics.restore()]:
             self._say(line)
 
     def _step(self, step: int) -> None:
@@ -270,7 +271,7 @@ class _Training:
     def _log(self, step: int, row: dict[str, float]) -> None:
         row = {"step": step, **row, "tokens": self.tokens, "tlops": self.tlops}
         if self.ranks.rank == 0:
-            self.files["metrics.jsonl"] += self.run.append_metrics(row)
+            self.metrics.append(row)
         if self.writer:
             for name, value in row.items():
                 self.writer.add_scalar(name, value, step)
@@ -290,7 +291,7 @@ class _Training:
                     f"step {step}: {bad} is not finite, so it is not saved; the last checkpoint is intact; go on from "
                     "it with --resume; if it happens again, train anew in another --out with a lower --train.lr"
                 )
-            self.run.save_checkpoint(step, state, self.files)
+            self.run.save_checkpoint(step, state, self.files, self.metrics)
         self.saved = step
         self.ranks.wait()
 

@@ -172,7 +172,7 @@ class _Sweep:
     def _show(self, worker: _Worker) -> None:
         if self.bar.disable or not (self.out / worker.name / "metrics.jsonl").exists():
             return
-        rows = Run(self.out / worker.name).metrics()
+        rows = Run(self.out / worker.name).last_metrics()
         row = next((r for r in reversed(rows) if "task_loss" in r), None)
         if row:
             numbers = f"loss {row['task_loss']:.3f}  active {row['active_fraction']:.3f}"

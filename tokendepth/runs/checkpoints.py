@@ -1,0 +1,148 @@
+"""The checkpoints of a run: folders that appear whole or not at all.
+
+Each is written under another name, synced, closed by a manifest with the SHA-256 of its file, and renamed. It also
+carries the run's small files as they were, so that a good checkpoint is all that a run needs to go on. Only what has
+the name and the files of a checkpoint is ever removed: copies and notes of the user's stay.
+"""
+
+import contextlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokendepth.errors import UserError
+from tokendepth.runs import shapes
+from tokendepth.runs.files import (
+    MANIFEST,
+    Facts,
+    NewerFormat,
+    Tensors,
+    deserialize,
+    disk_faults,
+    json_bytes,
+    make_folder,
+    parse_json,
+    put_aside,
+    remove,
+    remove_left_overs,
+    rename,
+    replace_bytes,
+    serialize,
+    verify_manifest,
+    write_manifest,
+)
+from tokendepth.runs.metrics import METRICS, MetricsLog
+from tokendepth.runs.shapes import problem
+
+KEEP_CHECKPOINTS = 2
+CHECKPOINT_FILES = ("state.safetensors",)
+CARRIED_FILES = ("config.json", "env.json", "tokenizer.json")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    step: int
+    tensors: Tensors
+    files: dict[str, bytes]
+    """Those of CARRIED_FILES that the run had, as they were."""
+    metrics: Facts | None = None
+    """Of metrics.jsonl as it was then."""
+    rows: bytes | None = None
+    """metrics.jsonl itself, as checkpoints of format 1 carried it."""
+
+
+def save(folder: Path, step: int, tensors: Tensors, files: dict[str, bytes], metrics: MetricsLog | None) -> None:
+    """Add a checkpoint; the last two are kept."""
+    final, part = folder / f"step-{step:08d}", folder / f".tmp-{step:08d}-{os.getpid()}"
+    with disk_faults(final):
+        make_folder(folder)
+        remove_left_overs(folder, f"{step:08d}")
+        try:
+            part.mkdir()
+            noted = {"metrics": json_bytes(metrics.facts())} if metrics else {}
+            state = {**tensors, "step": np.array(step), **_as_tensors({**files, **noted})}
+            replace_bytes(part / "state.safetensors", serialize(state))
+            write_manifest(part, CHECKPOINT_FILES, step)
+            _clear(final)  # there only if it was found damaged
+            rename(part, final)
+        except BaseException:
+            remove_left_overs(folder, f"{step:08d}")
+            raise
+    # Those of later steps were found damaged, or the run would be past them.
+    ours = [path for path in _named(folder) if path.is_dir() and not path.is_symlink()]
+    good = [path for path in ours if _step_of(path) <= step]
+    for old in set(ours) - set(good[:KEEP_CHECKPOINTS]):
+        with contextlib.suppress(OSError):
+            _clear(old)
+
+
+def load(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that verifies, and one line for each newer one that does not."""
+    skipped = []
+    named = _named(folder)
+    for number, path in enumerate(named, 1):
+        try:
+            return _read(path), skipped
+        except NewerFormat:
+            raise
+        except UserError as error:
+            remedy = "going back to the one before it" if number < len(named) else "no other is left: starting afresh"
+            skipped.append(f"passed over a checkpoint: {error}; {remedy}")
+    return None, skipped
+
+
+def remove_all(folder: Path) -> None:
+    """Those of a finished run; what is not ours keeps the folder."""
+    for path in _named(folder):
+        remove(path, [*CHECKPOINT_FILES, MANIFEST])
+    remove(folder, [METRICS])
+
+
+def _named(folder: Path) -> list[Path]:
+    """Whatever has the name of a checkpoint, the one of most steps first."""
+    return sorted((path for path in folder.glob("step-*") if _step_of(path) >= 0), key=_step_of, reverse=True)
+
+
+def _step_of(path: Path) -> int:
+    """By its name; -1 where that is not a checkpoint's, such as step-00000020.bak."""
+    digits = path.name.removeprefix("step-")
+    is_ours = re.fullmatch("[0-9]{8,12}", digits) and path.name == f"step-{int(digits):08d}"
+    return int(digits) if is_ours else -1
+
+
+def _clear(path: Path) -> None:
+    """Remove a checkpoint; what is not one, or has other things in it, gets another name. OSErrors are the caller's."""
+    remove(path, [*CHECKPOINT_FILES, MANIFEST])
+    if os.path.lexists(path):
+        put_aside(path)
+
+
+def _read(path: Path) -> Checkpoint:
+    step = verify_manifest(path, CHECKPOINT_FILES).step
+    state = path / "state.safetensors"
+    tensors = deserialize(state)
+    if bad := next((name for name, array in tensors.items() if not np.isfinite(array).all()), None):
+        raise UserError(f"{state} is damaged: its {bad} is not finite")
+    if step != _step_of(path) or not np.array_equal(tensors.pop("step", step), step):
+        raise UserError(f"{path} holds another step than its name says")
+    files = {name: array.tobytes() for name in (*CARRIED_FILES, METRICS, "metrics")
+             if (array := tensors.pop(f"file/{name}", None)) is not None}  # fmt: skip
+    rows, noted = files.pop(METRICS, None), files.pop("metrics", None)
+    return Checkpoint(step, tensors, files, None if noted is None else _noted(state, noted), rows)
+
+
+def _noted(path: Path, content: bytes) -> Facts:
+    facts: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        facts = parse_json(content)
+    if problem(facts, shapes.FACTS):
+        raise UserError(f"{path} is damaged: it does not tell what metrics.jsonl was")
+    return facts
+
+
+def _as_tensors(files: dict[str, bytes]) -> Tensors:
+    return {f"file/{name}": np.frombuffer(content, np.uint8) for name, content in files.items()}

@@ -1,0 +1,161 @@
+"""metrics.jsonl: one JSON object a line, in order of steps.
+
+It only grows, so that a row costs the same after a million others. A training appends every row to two files, the
+run's own and a copy among the checkpoints; a checkpoint notes how long they were, and their SHA-256. Going on from it
+reads the rows once and writes none of them again; a file that was lost or damaged is made from the other.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tokendepth.errors import UserError
+from tokendepth.runs.files import (
+    Facts,
+    append,
+    cut,
+    disk_faults,
+    first_bytes,
+    make_folder,
+    open_regular,
+    put_aside,
+    replace_bytes,
+    replace_pieces,
+)
+from tokendepth.runs.shapes import is_number
+
+METRICS = "metrics.jsonl"
+LONGEST_ROW = 1 << 16  # bytes; ours have some hundreds
+
+Row = dict[str, Any]
+
+
+class MetricsLog:
+    """The rows of a run that trains."""
+
+    def __init__(self, run: Path, noted: Facts | None = None, rows: bytes | None = None) -> None:
+        """`noted` is what `facts` was at the checkpoint; checkpoints of the first format had the `rows` themselves."""
+        self.path, self.copy = run / METRICS, run / "checkpoints" / METRICS
+        self.rows, self.digest = rows, hashlib.sha256(rows or b"")
+        self.size, self.sha256 = len(rows or b""), self.digest.hexdigest()
+        if noted is not None:
+            self.size, self.sha256 = noted["bytes"], noted["sha256"]
+
+    def restore(self) -> list[str]:
+        """Make both files what they should be, before anything is appended; one line where rows had been damaged."""
+        with disk_faults(self.copy):
+            make_folder(self.copy.parent)
+            if self.rows is not None or not os.path.isfile(self.copy):
+                replace_bytes(self.copy, self.rows or b"")
+            self.rows = None
+        with disk_faults(self.path):
+            lines = [] if self._holds_the_rows(self.path) else self._restore_from_the_copy()
+            cut(self.path, self.size)
+        with disk_faults(self.copy):
+            if self.copy.stat().st_size < self.size:
+                replace_pieces(self.copy, first_bytes(self.path, self.size))
+            cut(self.copy, self.size)
+        return lines
+
+    def _holds_the_rows(self, path: Path) -> bool:
+        """Whether `path` begins with them; rows after them are of steps that will be taken again."""
+        digest, size = hashlib.sha256(), 0
+        try:
+            for piece in first_bytes(path, self.size):
+                digest.update(piece)
+                size += len(piece)
+        except OSError:
+            return False
+        if (size, digest.hexdigest()) != (self.size, self.sha256):
+            return False
+        self.digest = digest
+        return True
+
+    def _restore_from_the_copy(self) -> list[str]:
+        what = "was damaged" if os.path.isfile(self.path) else "was missing or unreadable"
+        if self._holds_the_rows(self.copy):
+            replace_pieces(self.path, first_bytes(self.copy, self.size))
+            return [f"{self.path} {what}; it is restored, nothing is lost"]
+        if os.path.lexists(self.path):
+            what += f" (and is kept as {put_aside(self.path).name})"
+        replace_bytes(self.path, b"")
+        replace_bytes(self.copy, b"")
+        self.digest, self.size = hashlib.sha256(), 0
+        return [f"{self.path} {what}, and so was its copy: rows up to here are lost, the weights are not"]
+
+    def append(self, row: Row) -> None:
+        line = row_bytes(row)
+        with disk_faults(self.path):
+            append(self.path, line)
+            append(self.copy, line)
+        self.digest.update(line)
+        self.size, self.sha256 = self.size + len(line), self.digest.hexdigest()
+
+    def facts(self) -> Facts:
+        """For a checkpoint, once the rows are on the disk. An OSError is the caller's to tell."""
+        append(self.path, b"", sync=True)
+        append(self.copy, b"", sync=True)
+        return {"bytes": self.size, "sha256": self.sha256}
+
+
+def row_bytes(row: Row) -> bytes:
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Every complete row; a last line that a crash cut short is not one."""
+    return _rows(path, 0)
+
+
+def last_rows(path: Path) -> list[Row]:
+    """Some of the last ones, those of the last step among them, however many there are before."""
+    try:
+        size = os.stat(path).st_size
+    except OSError:
+        return []
+    return _rows(path, max(0, size - LONGEST_ROW))
+
+
+def _rows(path: Path, start: int) -> list[Row]:
+    rows, step = [], 0
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, start - 1))
+            if start:
+                file.readline(LONGEST_ROW)  # the end of a row that began before
+            for number in itertools.count(1):
+                line = file.readline(LONGEST_ROW)
+                if not line:
+                    break
+                try:
+                    row = _row(line, step)
+                except (ValueError, RecursionError) as error:
+                    if not line.endswith(b"\n") and not file.read(1):
+                        break
+                    where = f"line {number}" if not start else "near its end"
+                    raise UserError(f"{path} {where} is damaged ({str(error)[:60]}); restore it from a copy") from None
+                rows.append(row)
+                step = row["step"]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; restore it from a copy") from None
+    return rows
+
+
+def _row(line: bytes, step_before: int) -> Row:
+    row = json.loads(line)
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise ValueError("not an object with a step")
+    if row["step"] < step_before:
+        raise ValueError(f"step {row['step']} comes after step {step_before}")
+    for name, value in row.items():
+        if not is_number(value):
+            raise ValueError(f"{name} is no number")
+    return row
