@@ -217,6 +217,38 @@ class ITTConfig(MethodConfig):
         check_positive("method.decision_loss", self.decision_loss)
 
 
+@dataclass(frozen=True)
+class SpanConfig(MethodConfig):
+    """Span routing: one decision per token for several adjacent blocks, which a share of the tokens takes."""
+
+    begin: int = 1
+    """How many blocks come before the span, for every token."""
+    length: int | None = None
+    """How many blocks the span has; unless set, it leaves as many after it as come before it."""
+    budget: float = 0.25
+    """Share of the tokens that take the span, above 0 and up to 1."""
+    decide: Literal["score"] = "score"
+    """What decides: score is a learned router whose score also weighs the update."""
+    carry: Literal["none", "last"] = "last"
+    """What a token that skips the span gets: nothing, or the update of the last token before it that took it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("method.begin", self.begin, 0, 1000)
+        if self.length is not None:
+            check_range("method.length", self.length, 1, 1000)
+        check_budget("method.budget", self.budget)
+
+    def blocks(self, n_layer: int) -> range:
+        """Which of the model's blocks are the span."""
+        return range(self.begin, self.begin + (self.length or max(1, n_layer - 2 * self.begin)))
+
+    def check_model(self, model: "ModelConfig") -> None:
+        end = self.blocks(model.n_layer).stop
+        expected = f"at least {end}, since the span is of blocks {self.begin} to {end - 1}, counted from 0"
+        check(end <= model.n_layer, "model.n_layer", model.n_layer, expected)
+
+
 def check_positive(name: str, value: float) -> None:
     check(0 < value <= 1000, name, value, "a number above 0 and up to 1000")
 
@@ -235,6 +267,7 @@ METHOD_CONFIGS: dict[str, type] = {
     "act": ACTConfig,
     "mor": MoRConfig,
     "itt": ITTConfig,
+    "span": SpanConfig,
 }
 
 

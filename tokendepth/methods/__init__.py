@@ -11,6 +11,7 @@ from tokendepth.methods.early_exit import EarlyExit
 from tokendepth.methods.itt import ITT
 from tokendepth.methods.mod import MoD
 from tokendepth.methods.mor import MoR
+from tokendepth.methods.span import Span
 from tokendepth.methods.switch import Switch
 from tokendepth.methods.tsa import TSA
 from tokendepth.model import LanguageModel
@@ -25,6 +26,7 @@ METHODS: dict[str, type[Method]] = {
     "act": ACT,
     "mor": MoR,
     "itt": ITT,
+    "span": Span,
 }
 
 
