@@ -321,6 +321,7 @@ REFUSED_KNOBS = [
     (SpanConfig, "length", 0),
     (SpanConfig, "budget", 0.0),
     (SpanConfig, "budget", 1.1),
+    (SpanConfig, "ratio_loss", -0.1),
 ]
 
 
@@ -374,6 +375,15 @@ def test_a_span_must_fit_the_layers():
     assert message.startswith("model.n_layer is 9; expected at least 10, since the span is of blocks 2 to 9")
     assert message.endswith("set it with --model.n-layer")
     assert RunConfig(model=ModelConfig(n_layer=10), method=method).method == method
+
+
+def test_a_span_whose_knobs_contradict_each_other_is_refused():
+    for decide in ("gain", "rule", "dice"):
+        message = refused(SpanConfig, decide=decide, carry="smooth")
+        assert message.startswith(f"method.carry is 'smooth'; expected none or last, since decide is {decide}")
+    message = refused(SpanConfig, decide="boundary", budget=1.0)
+    assert message.startswith("method.ratio_loss is 0.03; expected 0, since the budget is 1")
+    assert SpanConfig(decide="boundary", budget=1.0, ratio_loss=0.0).budget == 1
 
 
 def test_a_span_of_no_given_length_is_in_the_middle():

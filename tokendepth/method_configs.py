@@ -227,10 +227,14 @@ class SpanConfig(MethodConfig):
     """How many blocks the span has; unless set, it leaves as many after it as come before it."""
     budget: float = 0.25
     """Share of the tokens that take the span, above 0 and up to 1."""
-    decide: Literal["score"] = "score"
-    """What decides: score is a learned router whose score also weighs the update."""
-    carry: Literal["none", "last"] = "last"
-    """What a token that skips the span gets: nothing, or the update of the last token before it that took it."""
+    decide: Literal["score", "boundary", "gain", "rule", "dice"] = "score"
+    """A learned score, H-Net's boundaries, a score that predicts what skipping costs, ends of words, or by chance."""
+    keys: Literal["active", "all"] = "active"
+    """Whose keys and values the span's blocks attend over: those of the tokens that take it, or everybody's."""
+    carry: Literal["none", "last", "smooth"] = "last"
+    """What a token that skips gets: nothing, the update of the last one that did not, or a smoothed one as in H-Net."""
+    ratio_loss: float = 0.03
+    """Of boundary: weight of the loss by which the share of tokens is learned; 0 holds it by a quantile instead."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,6 +242,12 @@ class SpanConfig(MethodConfig):
         if self.length is not None:
             check_range("method.length", self.length, 1, 1000)
         check_budget("method.budget", self.budget)
+        check_range("method.ratio_loss", self.ratio_loss, 0, 1000)
+        if self.decide not in ("score", "boundary"):
+            expected = f"none or last, since decide is {self.decide}, which has no probability to smooth by"
+            check(self.carry != "smooth", "method.carry", self.carry, expected)
+        if self.decide == "boundary" and self.budget == 1:
+            check(self.ratio_loss == 0, "method.ratio_loss", self.ratio_loss, "0, since the budget is 1")
 
     def blocks(self, n_layer: int) -> range:
         """Which of the model's blocks are the span."""

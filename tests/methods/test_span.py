@@ -1,5 +1,6 @@
 """Span routing: one decision, one gather and one scatter for several blocks, and what the others get of it."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,14 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.tiny import tiny
+from tokendepth import data
 from tokendepth.cache import KVCache
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, SpanConfig
 from tokendepth.context import Context
 from tokendepth.measure.calibrate import calibrate_on
+from tokendepth.measure.evaluate import evaluate, load_model
 from tokendepth.measure.flops import count_flops, training_flops
 from tokendepth.methods import build
-from tokendepth.methods.span import ROOM, Span, carry_on
+from tokendepth.methods.span import ROOM, Span
+from tokendepth.methods.span_deciders import Boundary, WordEnds, carry_on, ends_word, gain_target, ratio_loss
 from tokendepth.model import Block, LanguageModel
+from tokendepth.runs.run import Run
+from tokendepth.train.loop import train
 
 TIME, VOCABULARY = 16, 11
 MODEL = ModelConfig(d_model=32, n_layer=5, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=VOCABULARY)
@@ -80,7 +87,28 @@ def dense_like(model: LanguageModel, *, skip: range = range(0)) -> LanguageModel
 
 @each_shape
 @each_execution
-@pytest.mark.parametrize("carry", ["none", "last"])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"decide": "rule", "carry": "none"},
+        {"decide": "rule", "carry": "last"},
+        {"decide": "gain", "carry": "last"},
+        {"decide": "gain", "keys": "all", "carry": "none"},
+        {"decide": "dice", "keys": "all", "carry": "last"},
+    ],
+    ids=lambda knobs: "-".join(knobs.values()),
+)
+@torch.no_grad()
+def test_a_text_of_which_every_token_takes_the_span_is_that_of_the_dense_model(shape, execution, knobs):
+    """Where nothing weighs the update; a score does."""
+    model, ids = span(shape, **knobs).eval(), tokens()
+    out = model(ids, execution=execution, decisions=given(torch.ones_like(ids, dtype=torch.bool)))
+    assert close(out.logits, dense_like(model)(ids).logits)
+
+
+@each_shape
+@each_execution
+@pytest.mark.parametrize("carry", ["none", "last", "smooth"])
 @torch.no_grad()
 def test_a_text_of_which_no_token_takes_the_span_is_that_of_the_model_without_it(shape, execution, carry):
     model, ids = span(shape, carry=carry).eval(), tokens()
@@ -104,7 +132,7 @@ def test_active_tokens_are_a_shorter_sequence_at_their_true_positions(execution)
     rows = h[:, places]
     for n in method.span:
         rows = method.blocks[n](rows, replace(ctx, positions=None))
-    score = -method.router(F.layer_norm(h, (32,)))
+    score = method.decider(F.layer_norm(h, (32,)), ctx)
     updates = torch.sigmoid(score[:, places, None]) * (rows - h[:, places])
     expected = h.clone()
     for t in range(TIME):
@@ -148,6 +176,182 @@ def test_carried_updates_are_those_of_a_loop(time):
         carried = fresh[:, t] + keep[:, t, None] * carried
         expected.append(carried)
     torch.testing.assert_close(carry_on(fresh, keep, last), torch.stack(expected, 1))
+
+
+@torch.no_grad()
+def test_smoothed_updates_by_hand():
+    """Tokens 0, 2 and 3 are active, with p = 1 (the first), 0.25 and 0.5 by sigmoid(s - tau)."""
+    method = method_of(span(carry="smooth").eval())
+    update = torch.tensor([8.0, 0.0, 16.0, 2.0, 0.0])[None, :, None]
+    active = torch.tensor([[True, False, True, True, False]])
+    score = torch.tensor([[-9.0, 7.0, 2.0 - math.log(3), 2.0, 7.0]])
+    ctx = Context(positions=torch.arange(5))
+    # z = 8, then 0.25 * 16 + 0.75 * 8 = 10, then 0.5 * 2 + 0.5 * 10 = 6
+    carried = method._passed_on(update, active, score, 2.0, ctx)
+    assert carried.flatten().tolist() == pytest.approx([8, 8, 10, 6, 6])
+
+
+@torch.no_grad()
+def test_the_last_update_by_hand():
+    """Weighted by sigmoid(s) = 0.5, 0.75 and 0.5 at tokens 0, 2 and 3, and carried on."""
+    method = method_of(span(carry="last").eval())
+    update = torch.tensor([8.0, 0.0, 16.0, 2.0, 0.0])[None, :, None]
+    active = torch.tensor([[True, False, True, True, False]])
+    score = torch.tensor([[0.0, 7.0, math.log(3), 0.0, 7.0]])
+    carried = method._passed_on(update, active, score, -1.0, Context())
+    assert carried.flatten().tolist() == pytest.approx([4, 4, 12, 1, 1])
+
+
+# --- the deciders -----------------------------------------------------------------------------------------------------
+
+
+def boundary(weights: tuple[Tensor, Tensor] | None = None, **knobs) -> Boundary:
+    decider = method_of(span(MODERN, decide="boundary", **knobs)).decider
+    assert isinstance(decider, Boundary)
+    if weights:
+        decider.query.weight.data, decider.key.weight.data = weights
+    return decider
+
+
+@torch.no_grad()
+def test_boundary_probabilities_by_hand():
+    """Neighbours that are alike, at a right angle, opposed, and by what W_k makes of the earlier one."""
+    eye = torch.eye(2)
+    states = torch.tensor([[[1.0, 0], [2, 0], [0, 3], [0, -1], [5, 0]]])
+    ctx = Context(positions=torch.arange(5))
+    assert boundary((eye, eye))(states, ctx)[0].tolist() == pytest.approx([1, 0, 0.5, 1, 0.5])
+    turn = torch.tensor([[0.0, -1], [1, 0]])  # by 90 degrees: (x, y) -> (-y, x)
+    assert boundary((eye, turn))(states, ctx)[0].tolist() == pytest.approx([1, 0.5, 0, 0.5, 0])
+
+
+@torch.no_grad()
+def test_the_earlier_neighbour_is_the_last_token_that_is_no_padding():
+    decider, states = boundary(), torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0))
+    plain = decider(states, Context(positions=torch.arange(4)))[0]
+    spread, valid = torch.randn(1, 7, 32), torch.tensor([[False, True, True, False, False, True, True]])
+    spread[valid] = states[0]
+    positions = (valid.long().cumsum(1) - 1).clamp(min=0)
+    torch.testing.assert_close(decider(spread, Context(valid=valid, positions=positions))[valid], plain)
+
+
+def test_the_ratio_loss_by_hand():
+    """N = 4: 4/3 (3 F G + (1 - F)(1 - G)); only the probabilities have a gradient."""
+    p = torch.tensor([[0.25, 0.75]], requires_grad=True)
+    half, both = torch.tensor([[False, True]]), torch.tensor([[True, True]])
+    assert ratio_loss(p, half, 0.25, Context()).item() == pytest.approx(4 / 3 * (3 * 0.25 + 0.25))
+    assert ratio_loss(p, both, 0.25, Context()).item() == pytest.approx(4 / 3 * 3 * 0.5)
+    quarter = torch.tensor([[True, False, False, False]])
+    assert ratio_loss(quarter.float(), quarter, 0.25, Context()).item() == pytest.approx(1), "as many as wanted"
+    ratio_loss(p, both, 0.25, Context()).backward()
+    assert p.grad is not None
+    assert p.grad[0].tolist() == pytest.approx([2, 2])  # 4/3 (3 F - (1 - F)) over two tokens
+
+
+def test_the_confidence_is_one_with_a_gradient():
+    p = torch.tensor([[0.9, 0.3]], requires_grad=True)
+    confidence = boundary().confidence(p, torch.tensor([[True, False]]))
+    assert confidence.tolist() == [[1, 1]]
+    assert torch.autograd.grad(confidence.sum(), p)[0].tolist() == [[1, -1]]
+
+
+@pytest.mark.parametrize(("ratio", "fixed"), [(0.03, True), (0.0, False)])
+def test_boundaries_are_learned_by_the_ratio_loss_or_held_by_the_quantile(ratio, fixed):
+    out = span(MODERN, decide="boundary", ratio_loss=ratio, budget=0.5).train()(tokens(8))
+    assert (out.losses.keys() == {"ratio"}) == fixed
+    assert bool(out.trace.work[1].sum() == 8 * TIME / 2) != fixed
+
+
+def test_the_gain_is_what_a_token_loses_without_the_span():
+    """Of the dense model's losses and those of the model without the span, which are other models here."""
+    model, ids = span(decide="gain").train(), tokens(6)
+    inputs, targets = ids[:, :-1], ids[:, 1:].clone()
+    targets[:, :3] = -100
+    out = model(inputs, targets=targets)
+    embedded, ctx = model.entering(inputs, "hard")
+    with torch.no_grad():
+        without, dense = (
+            F.cross_entropy(one(inputs).logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(inputs)
+            for one in (dense_like(model, skip=method_of(model).span), dense_like(model))
+        )
+        hidden = method_of(model).blocks[0](embedded, ctx)
+        score = method_of(model)._score(hidden, ctx)
+    target = gain_target(without - dense)
+    assert out.losses["gain"].item() == pytest.approx((score - target)[:, 3:].square().mean().item(), rel=1e-4)
+    assert target.std() > 0.1
+    for name, gradient in zip(
+        dict(model.named_parameters()),
+        torch.autograd.grad(out.losses["gain"], list(model.parameters()), allow_unused=True),
+        strict=True,
+    ):
+        assert (gradient is not None) == ("router" in name), "it reaches the router and nothing else"
+
+
+def test_the_gains_scale_by_hand():
+    costs = torch.tensor([0.0, 0.1, -0.1, (math.e**2 - 1) / 10])
+    assert gain_target(costs).tolist() == pytest.approx([0, math.log(2), -math.log(2), 2])
+
+
+def test_the_router_of_a_gain_learns_by_that_alone():
+    model, ids = span(decide="gain", carry="last").train(), tokens()
+    loss = F.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten())
+    for parameter in method_of(model).decider.parameters():
+        assert torch.autograd.grad(loss, parameter, retain_graph=True, allow_unused=True) == (None,)
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_ends_a_word():
+    ending = [b" ", b".", b"\n", b"-", "\u2013".encode(), b" the", b"'s", b"<eos>", b""]
+    inside = [b"a", b"Z", b"7", b"ing", "\u00e9".encode(), b"\xc3", b"\xa9"]
+    assert all(map(ends_word, ending))
+    assert not any(map(ends_word, inside))
+
+
+@pytest.fixture(scope="module")
+def ruled(tmp_path_factory) -> Run:
+    """A run whose span is taken at the ends of words."""
+    folder = tmp_path_factory.mktemp("ruled")
+    return train(tiny(folder, SpanConfig(decide="rule"), steps=2), folder / "run", show=False)
+
+
+@torch.no_grad()
+def test_the_rule_is_read_from_the_vocabulary_and_kept_with_the_weights(ruled):
+    model, dataset = load_model(ruled, torch.device("cpu")), data.load(ruled.config.data)
+    ids = torch.tensor(dataset.passage("val", 16))[None]
+    text = dataset.tokenizer.decode(ids[0].tolist())
+    expected = [n == 0 or not character.isalnum() for n, character in enumerate(text)]
+    assert 1 < sum(expected) < 16
+    for execution in ("hard", "sparse"):
+        assert (model(ids, execution=execution).trace.work[1, 0] == 1).tolist() == expected
+
+
+def test_an_evaluation_tells_both_conventions_and_has_controls(ruled):
+    found = evaluate(ruled, timing=False)
+    assert found["flops_per_token"] < found["flops_per_token_full_rows"] < found["flops_per_token_dense"]
+    assert found["decision_flips"] == 0
+    control = found["controls"]["random_decisions_hard"]
+    assert control["active_fraction"] == pytest.approx(found["hard"]["active_fraction"], abs=0.05)
+    assert found["controls"].keys() == {"random_decisions_hard"}, "there is no router that could be untrained"
+
+
+def test_a_rule_has_no_dial_and_nothing_to_train():
+    model = span(decide="rule")
+    assert model.method.dial(model.config, model.method.config) is None
+    assert model.method.batch_statistic is None
+    assert isinstance(model.method.routers()[0], WordEnds), "so that it has controls"
+    assert not list(model.method.routers()[0].parameters())
+
+
+@torch.no_grad()
+def test_dice_keep_the_share_and_know_where_a_token_stands():
+    model = span(MODERN, decide="dice", budget=0.3, carry="none").eval()
+    ids = torch.randint(VOCABULARY, (400, TIME), generator=torch.Generator().manual_seed(3))
+    work = model(ids, execution="hard").trace.work[1]
+    # Different (token, position) pairs throw the dice: 11 x 16 of them.
+    assert work.mean() == pytest.approx(0.3, abs=3 * math.sqrt(0.21 / (11 * 16)))
+    same = model(torch.zeros(1, TIME, dtype=torch.long), execution="hard").trace.work[1]
+    assert 0 < same.mean() < 1
 
 
 # --- who is active ----------------------------------------------------------------------------------------------------
@@ -196,12 +400,14 @@ def test_who_finds_no_room_scores_lowest_of_its_sequence():
 # --- skipping ---------------------------------------------------------------------------------------------------------
 
 
-def test_training_that_packs_is_training_that_masks():
+@pytest.mark.parametrize("keys", ["active", "all"])
+@each_shape
+def test_training_that_packs_is_training_that_masks(shape, keys):
     """Losses and gradients, against the reference execution with the decisions that training took."""
     ids = tokens(6)
 
     def gradients(masked: bool) -> tuple[float, list[Tensor]]:
-        model = span(budget=0.4).train()
+        model = span(shape, budget=0.4, keys=keys).train()
         taken = model(ids[:, :-1]).trace.work[1:4] > 0.5
         out = model.eval()(ids[:, :-1], execution="hard", decisions=taken) if masked else model(ids[:, :-1])
         loss = F.cross_entropy(out.logits.flatten(0, 1), ids[:, 1:].flatten())
@@ -219,7 +425,7 @@ def test_training_flops_are_those_of_the_room():
     rows = 6 / 16  # room for 6 of 16 tokens, in three blocks, forward and backward
     token = 2 * (4 * 32 * 32 + 2 * 32 * 48)
     skipped = 3 * 3 * ((1 - rows) * token + (1 - rows**2) * 4 * TIME * 32)
-    router = 3 * method_of(build(config)).router.flops
+    router = 3 * method_of(build(config)).decider.flops
     assert training_flops(dense) - training_flops(config) == pytest.approx(skipped - router)
 
 

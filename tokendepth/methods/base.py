@@ -74,6 +74,9 @@ class Method(nn.Module):
         """The modules that decide; none for a fixed depth."""
         return []
 
+    def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
+        """What each token adds to a text, for a method that decides by it: told before training, kept as a buffer."""
+
     # -- operating points
 
     @classmethod
