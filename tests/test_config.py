@@ -22,6 +22,7 @@ from tokendepth.config import (
     ModelConfig,
     MoRConfig,
     RunConfig,
+    SpanConfig,
     SwitchConfig,
     TrainConfig,
     TSAConfig,
@@ -98,6 +99,8 @@ def run_configs(draw) -> RunConfig:
     model, method = draw(model_configs(needed)), draw(method_configs)
     if isinstance(method, MoRConfig):
         model = replace(model, n_layer=2 + method.recursions * draw(st.integers(1, 1000)))
+    if isinstance(method, SpanConfig):
+        model = replace(model, n_layer=max(2, model.n_layer))
     return RunConfig(data, model, method, draw(train_configs()), draw(st.text()))
 
 
@@ -314,6 +317,11 @@ REFUSED_KNOBS = [
     (ITTConfig, "capacity", 0.0),
     (ITTConfig, "every", 0),
     (ITTConfig, "decision_loss", 0.0),
+    (SpanConfig, "begin", -1),
+    (SpanConfig, "length", 0),
+    (SpanConfig, "budget", 0.0),
+    (SpanConfig, "budget", 1.1),
+    (SpanConfig, "ratio_loss", -0.1),
 ]
 
 
@@ -359,6 +367,28 @@ def test_recursions_must_fit_between_the_first_and_the_last_layer(n_layer):
     assert message.endswith("set it with --model.n-layer")
     for fitting in (5, 8):
         assert RunConfig(model=ModelConfig(n_layer=fitting), method=method).method == method
+
+
+def test_a_span_must_fit_the_layers():
+    method = SpanConfig(begin=2, length=8)
+    message = refused(RunConfig, model=ModelConfig(n_layer=9), method=method)
+    assert message.startswith("model.n_layer is 9; expected at least 10, since the span is of blocks 2 to 9")
+    assert message.endswith("set it with --model.n-layer")
+    assert RunConfig(model=ModelConfig(n_layer=10), method=method).method == method
+
+
+def test_a_span_whose_knobs_contradict_each_other_is_refused():
+    for decide in ("gain", "rule", "dice"):
+        message = refused(SpanConfig, decide=decide, carry="smooth")
+        assert message.startswith(f"method.carry is 'smooth'; expected none or last, since decide is {decide}")
+    message = refused(SpanConfig, decide="boundary", budget=1.0)
+    assert message.startswith("method.ratio_loss is 0.03; expected 0, since the budget is 1")
+    assert SpanConfig(decide="boundary", budget=1.0, ratio_loss=0.0).budget == 1
+
+
+def test_a_span_of_no_given_length_is_in_the_middle():
+    spans = {n_layer: list(SpanConfig(begin=2).blocks(n_layer)) for n_layer in (3, 5, 6, 12)}
+    assert spans == {3: [2], 5: [2], 6: [2, 3], 12: [2, 3, 4, 5, 6, 7, 8, 9]}
 
 
 @pytest.mark.parametrize(("length", "needed"), [(None, 42), (10, 22)])

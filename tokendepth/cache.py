@@ -37,8 +37,8 @@ class KVCache:
         self.bounds = [0] * slots
         """The same, known without asking the device: exactly, or in a `fixed` cache at most."""
         self.capacity, self.fixed = capacity, fixed
-        self.states: dict[int, Tensor] = {}
-        """What a method has to remember of the tokens so far beside keys and values, by layer: `[slots, ...]`."""
+        self.states: dict[int | str, Tensor] = {}
+        """What a method has to remember beside keys and values, `[slots, ...]`: by layer, or by a name."""
         self.slots: Tensor | None = None
         """Which slots this view is of; None: all of them, in order."""
         self._chosen = list(range(slots))
@@ -101,6 +101,19 @@ class KVCache:
         k, v, seen = (self._rows(buffer[layer]) for buffer in (self.keys, self.values, self.valid))
         return k[:, :, :window], v[:, :, :window], seen[:, :window]
 
+    def append_rows(
+        self, layer: int, keys: Tensor, values: Tensor, sequence: Tensor, columns: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Store `[n, kv head, width]`, rows of the sequences `sequence` `[n]`, at `columns` `[n]`; return all there is.
+
+        For a layer whose columns a method numbers by itself, such as the tokens that a block worked on alone.
+        """
+        row = self._batch(self.batch)[sequence]
+        self.keys[layer][row, :, columns] = keys.to(self.keys.dtype)
+        self.values[layer][row, :, columns] = values.to(self.values.dtype)
+        self.valid[layer][row, columns] = True
+        return self._rows(self.keys[layer]), self._rows(self.values[layer])
+
     def advance(self, time: int, valid: Tensor | None, needed: int) -> None:
         """Called once per pass, after every layer has appended; `needed` is what `needed` said before."""
         new = torch.full_like(self.seen(), time) if valid is None else valid.sum(1)
@@ -112,14 +125,14 @@ class KVCache:
         for slot, length in zip(self._chosen, known, strict=True):
             self.bounds[slot] = length
 
-    def state(self, layer: int, *, like: Tensor) -> Tensor:
+    def state(self, layer: int | str, *, like: Tensor) -> Tensor:
         """What was remembered for the batch, `[batch, ...]`; at first zeros, `like` one sequence's."""
         states = self._whole.states
         if layer not in states:
             states[layer] = torch.zeros((len(self.lengths), *like.shape), dtype=like.dtype, device=like.device)
         return self._rows(states[layer])
 
-    def remember(self, layer: int, value: Tensor) -> None:
+    def remember(self, layer: int | str, value: Tensor) -> None:
         self._whole.states[layer][self._batch(len(value))] = value
 
     def _batch(self, count: int) -> Tensor:

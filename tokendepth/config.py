@@ -25,6 +25,7 @@ from tokendepth.method_configs import EarlyExitConfig as EarlyExitConfig
 from tokendepth.method_configs import ITTConfig as ITTConfig
 from tokendepth.method_configs import MoDConfig as MoDConfig
 from tokendepth.method_configs import MoRConfig as MoRConfig
+from tokendepth.method_configs import SpanConfig as SpanConfig
 from tokendepth.method_configs import SwitchConfig as SwitchConfig
 from tokendepth.method_configs import TSAConfig as TSAConfig
 from tokendepth.method_configs import check_budget as check_budget

@@ -10,8 +10,9 @@ from torch import Tensor
 from tokendepth.cache import KVCache
 from tokendepth.ops.block_inputs import BlockInputs
 from tokendepth.ops.decide import Decision, list_active
-from tokendepth.ops.rows import ChosenRows, Listed
+from tokendepth.ops.rows import ChosenRows, Listed, take
 from tokendepth.ops.sparse_block import Rotation
+from tokendepth.ops.varlen_attention import Varlen
 from tokendepth.trace import Execution
 
 
@@ -28,6 +29,8 @@ class Context:
     cache: KVCache | None = None
     valid: Tensor | None = None
     """`[batch, time]`, False at padding."""
+    ids: Tensor | None = None
+    """`[batch, time]`: the tokens, for methods that decide by what they are."""
     decisions: Tensor | None = None
     """`[routed site, batch, time]` bool, True = active: taken instead of the router's own, under hard and sparse."""
     given_thresholds: Tensor | None = None
@@ -48,6 +51,8 @@ class Context:
     """`[batch, time]`: the column of the cache that each token's key is written to."""
     window: int = 0
     """How many columns of the cache attention reads."""
+    varlen: Varlen | None = None
+    """Where the rows of all sequences follow one another, `[n, d]`: whose each is."""
 
     def thresholds(self, own: Sequence[Tensor | float]) -> Sequence[Tensor | float]:
         """What scores must exceed: what is given, else each router's own."""
@@ -86,6 +91,18 @@ class Context:
             index = places[..., None].expand(-1, -1, cos.shape[-1])
             rotation = cos.gather(1, index), sin.gather(1, index)
         return replace(self, valid=valid, rotation=rotation, columns=places)
+
+    def gathered(self, active: Tensor, places: Tensor, columns: Tensor, lengths: Tensor) -> "Context":
+        """The context of the active tokens alone, listed by `places`, one sequence after the other: `[n, d]`.
+
+        columns: `[batch, time]`, where they stand among those of their sequence, which are `lengths` `[batch]` by now.
+        """
+        varlen = Varlen(active.sum(1), lengths, places // active.shape[1], take(columns, places))
+        rotation = self.rotation
+        if rotation is not None:
+            cos, sin = (take(part.expand(len(active), -1, -1), places) for part in rotation)
+            rotation = cos, sin
+        return replace(self, valid=None, rotation=rotation, varlen=varlen)
 
     def twice(self) -> "Context":
         """The context of the batch followed by a copy of itself; for training."""

@@ -217,6 +217,48 @@ class ITTConfig(MethodConfig):
         check_positive("method.decision_loss", self.decision_loss)
 
 
+@dataclass(frozen=True)
+class SpanConfig(MethodConfig):
+    """Span routing: one decision per token for several adjacent blocks, which a share of the tokens takes."""
+
+    begin: int = 1
+    """How many blocks come before the span, for every token."""
+    length: int | None = None
+    """How many blocks the span has; unless set, it leaves as many after it as come before it."""
+    budget: float = 0.25
+    """Share of the tokens that take the span, above 0 and up to 1."""
+    decide: Literal["score", "boundary", "gain", "rule", "dice"] = "score"
+    """A learned score, H-Net's boundaries, a score that predicts what skipping costs, ends of words, or by chance."""
+    keys: Literal["active", "all"] = "active"
+    """Whose keys and values the span's blocks attend over: those of the tokens that take it, or everybody's."""
+    carry: Literal["none", "last", "smooth"] = "last"
+    """What a token that skips gets: nothing, the update of the last one that did not, or a smoothed one as in H-Net."""
+    ratio_loss: float = 0.03
+    """Of boundary: weight of the loss by which the share of tokens is learned; 0 holds it by a quantile instead."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("method.begin", self.begin, 0, 1000)
+        if self.length is not None:
+            check_range("method.length", self.length, 1, 1000)
+        check_budget("method.budget", self.budget)
+        check_range("method.ratio_loss", self.ratio_loss, 0, 1000)
+        if self.decide not in ("score", "boundary"):
+            expected = f"none or last, since decide is {self.decide}, which has no probability to smooth by"
+            check(self.carry != "smooth", "method.carry", self.carry, expected)
+        if self.decide == "boundary" and self.budget == 1:
+            check(self.ratio_loss == 0, "method.ratio_loss", self.ratio_loss, "0, since the budget is 1")
+
+    def blocks(self, n_layer: int) -> range:
+        """Which of the model's blocks are the span."""
+        return range(self.begin, self.begin + (self.length or max(1, n_layer - 2 * self.begin)))
+
+    def check_model(self, model: "ModelConfig") -> None:
+        end = self.blocks(model.n_layer).stop
+        expected = f"at least {end}, since the span is of blocks {self.begin} to {end - 1}, counted from 0"
+        check(end <= model.n_layer, "model.n_layer", model.n_layer, expected)
+
+
 def check_positive(name: str, value: float) -> None:
     check(0 < value <= 1000, name, value, "a number above 0 and up to 1000")
 
@@ -235,6 +277,7 @@ METHOD_CONFIGS: dict[str, type] = {
     "act": ACTConfig,
     "mor": MoRConfig,
     "itt": ITTConfig,
+    "span": SpanConfig,
 }
 
 

@@ -28,7 +28,7 @@ from tokendepth.ops.decide import decide
 from tokendepth.ops.gated_add import gated_add
 from tokendepth.ops.launch import LOW_PRECISION
 from tokendepth.ops.rows import ChosenRows, product_of_rows
-from tokendepth.ops.sparse_block import BlockParts, BlockWeights, has_kernel, launch_bound, sparse_block
+from tokendepth.ops.sparse_block import BlockParts, BlockWeights, has_kernel, launch_bound, runs_kernel, sparse_block
 from tokendepth.trace import DepthTrace, Execution, Site
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Block(nn.Module):
         keys: Literal["all", "active"] | Keys = "all",
         gate: Tensor | None = None,
     ) -> Tensor:
-        """`[batch, time, d]`: h with the tokens of `rows` (none: every token) taken through the block.
+        """h `[batch, time, d]`, or `[n, d]` by `ctx.varlen`, with the tokens of `rows` (none: all) taken through it.
 
         keys: whose keys and values they attend over, everybody's, those of the active tokens alone, or given ones;
         only in the first two cases do tokens leave keys behind. gate: `[batch, time]`, scales both residual updates
@@ -132,6 +132,10 @@ class Block(nn.Module):
         """Whether kernels take everybody's block faster than the library does."""
         return launch_bound(h, self.kernel_weights(), self.attention.n_head)
 
+    def skips_by_kernel(self, h: Tensor) -> bool:
+        """Whether active rows are found on the device, by kernels, and not by the library once gathered."""
+        return runs_kernel(h, self.kernel_weights(), self.attention.n_head)
+
     def parts(self) -> BlockParts:
         return BlockParts(self.attention.queries, self.attention.out, self.norm_ffn, self.ffn, self.kernel_weights())
 
@@ -194,7 +198,7 @@ class LanguageModel(nn.Module):
         time = ids.shape[1]
         needed = self._needed(time, cache, valid)
         ctx, positions = self._context(time, ids.device, execution, cache, valid, needed)
-        ctx = replace(ctx, decisions=decisions, targets=targets, given_thresholds=thresholds)
+        ctx = replace(ctx, ids=ids, decisions=decisions, targets=targets, given_thresholds=thresholds)
         found = self.method(self.embedded(ids, positions), ctx)
         if cache is not None:
             cache.advance(time, valid, needed)
@@ -245,7 +249,7 @@ class LanguageModel(nn.Module):
     def entering(self, ids: Tensor, execution: Execution) -> tuple[Tensor, Context]:
         """What a method is given for whole sequences `ids` `[batch, time]`: the embedded tokens and their context."""
         ctx, positions = self._context(ids.shape[1], ids.device, execution)
-        return self.embedded(ids, positions), ctx
+        return self.embedded(ids, positions), replace(ctx, ids=ids)
 
     def forcing(self, decisions: Tensor) -> dict[str, Tensor]:
         """Arguments of a pass that takes these decisions; as thresholds where it can, as a trained model has them."""

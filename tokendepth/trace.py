@@ -27,6 +27,8 @@ class Site:
     """Spent on deciding."""
     blocks: int = 1
     """How many blocks a token passes there: what it counts in token-layer operations."""
+    per_key: float = 0.0
+    """Of `active`, what each key costs a query, where active tokens can be packed into a shorter sequence; else 0."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class DepthTrace:
     """FLOPs per token outside the sites: the output head."""
     valid: Any = None
     """`[batch, time]`, False at padding; None where every position holds a token."""
+    fewer_keys: Any = None
+    """`[batch]`: how many keys fewer each active token attended over, where active tokens were packed; else None."""
 
     def totals(self) -> "DepthTotals":
         positions = self.work.shape[1] * self.work.shape[2]
@@ -60,8 +64,16 @@ class DepthTrace:
         full = positions * (self.outside + sum(s.always + s.active for s in self.sites))
         flops = positions * (self.outside + sum(s.always + s.router for s in self.sites))
         flops += sum(s.active * n for s, n in zip(self.sites, ran, strict=True))
-        return DepthTotals(
-            tuple(s.routed for s in self.sites), worked, tokens, flops, full, tuple(s.blocks for s in self.sites)
+        narrower = self._narrower_rows(work) if skips and self.fewer_keys is not None else 0.0
+        routed, blocks = tuple(s.routed for s in self.sites), tuple(s.blocks for s in self.sites)
+        return DepthTotals(routed, worked, tokens, flops - narrower, full, blocks, narrower)
+
+    def _narrower_rows(self, work: Any) -> float:
+        """FLOPs that attention took less than over all keys."""
+        fewer, per_sequence = self.fewer_keys.tolist(), work.sum(2).tolist()
+        return sum(
+            site.per_key * sum(n * keys for n, keys in zip(active, fewer, strict=True))
+            for site, active in zip(self.sites, per_sequence, strict=True)
         )
 
 
@@ -78,6 +90,8 @@ class DepthTotals:
     """FLOPs of the same blocks with every token active and no routers."""
     blocks: tuple[int, ...] = ()
     """Token-layer operations that a token takes at each site; one, if none are named."""
+    narrower_rows: float = 0.0
+    """FLOPs saved by attention within packed sequences alone; already taken off `flops`."""
 
     def __add__(self, other: "DepthTotals") -> "DepthTotals":
         assert self.routed == other.routed, "traces of different methods do not add up"
@@ -87,6 +101,7 @@ class DepthTotals:
             tokens=self.tokens + other.tokens,
             flops=self.flops + other.flops,
             flops_dense=self.flops_dense + other.flops_dense,
+            narrower_rows=self.narrower_rows + other.narrower_rows,
         )
 
     @property
@@ -112,6 +127,11 @@ class DepthTotals:
     @property
     def _blocks(self) -> tuple[int, ...]:
         return self.blocks or (1,) * len(self.work)
+
+    @property
+    def flops_full_rows(self) -> float:
+        """The other convention: FLOPs executed, had every query attended over as many keys as without packing."""
+        return self.flops + self.narrower_rows
 
     @property
     def flops_skipped(self) -> float:

@@ -14,7 +14,7 @@ from tokendepth.config import BudgetConfig, ModelConfig, RunConfig, TrainConfig
 from tokendepth.measure.calibrate import calibrate_on
 from tokendepth.measure.flops import count_flops
 from tokendepth.methods import build
-from tokendepth.methods.budget import SMALLEST_DRAW, Budget, _between, _quantile
+from tokendepth.methods.budget import SMALLEST_DRAW, Budget, between, quantile
 from tokendepth.model import Block, Context, LanguageModel, Rows
 from tokendepth.training.ranks import Ranks
 from tokendepth.training.step import OptimiserStep
@@ -50,21 +50,21 @@ def tokens(batch: int = 8, seed: int = 0) -> Tensor:
     share=st.floats(0, 1),
 )
 def test_the_named_share_of_different_scores_is_above_the_quantile(scores, share):
-    above = (torch.tensor(scores) > _quantile(torch.tensor(scores), 1 - share)).sum().item()
+    above = (torch.tensor(scores) > quantile(torch.tensor(scores), 1 - share)).sum().item()
     assert above == len(scores) - round(torch.tensor(1 - share).mul(len(scores)).item())
 
 
 def test_a_calibrated_threshold_lies_between_two_scores():
     """Where hard and sparse round differently, a token at the threshold to the bit would be decided about by chance."""
     scores = torch.tensor([[0.0, 4.0, 1.0, 2.0]])
-    assert [float(_between(scores, level)) for level in (0.0, 0.25, 0.5, 1.0)] == [-0.5, 0.5, 1.5, 4.0]
+    assert [float(between(scores, level)) for level in (0.0, 0.25, 0.5, 1.0)] == [-0.5, 0.5, 1.5, 4.0]
     tiny = torch.tensor([1.0, 1.0 + 2.0**-23])
-    assert (tiny > _between(tiny, 0.5)).tolist() == [False, True], "two neighbours among the numbers"
+    assert (tiny > between(tiny, 0.5)).tolist() == [False, True], "two neighbours among the numbers"
 
 
 def test_each_sequence_has_its_own_quantile_of_all_scores():
     scores = torch.arange(8.0).view(2, 4)  # 0 1 2 3 | 4 5 6 7
-    thresholds = _quantile(scores, torch.tensor([[0.25], [0.75]]))
+    thresholds = quantile(scores, torch.tensor([[0.25], [0.75]]))
     assert thresholds.tolist() == [[1.0], [5.0]], "two scores are not above 1, six are not above 5"
 
 

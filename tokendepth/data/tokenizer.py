@@ -43,6 +43,10 @@ class Tokenizer(ABC):
     def token_bytes(self, token: int) -> bytes:
         """What one token adds to a text, in UTF-8; with some tokenizers it is a part of a character."""
 
+    def spellings(self) -> list[bytes]:
+        """`token_bytes` of every token."""
+        return [self.token_bytes(token) for token in range(self.vocab_size)]
+
     @abstractmethod
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """One printable string for each token, as heat maps show them."""

@@ -12,6 +12,7 @@ from tokendepth.layers.norm import RMSNorm
 from tokendepth.layers.positions import rotated
 from tokendepth.ops.rows import ChosenRows
 from tokendepth.ops.sparse_block import Rotation
+from tokendepth.ops.varlen_attention import Varlen, varlen_attention
 
 if TYPE_CHECKING:
     from tokendepth.context import Context
@@ -46,9 +47,14 @@ class Attention(nn.Module):
         """Its key and value."""
         return 2 * self.qkv.in_features * self.kv_out
 
+    @property
+    def key_flops(self) -> int:
+        """Each key that it attends over."""
+        return 4 * self.q_out
+
     def row_flops(self, keys: int) -> int:
         """Its query, its row over `keys` keys, and the output projection."""
-        return 2 * 2 * self.qkv.in_features * self.q_out + 4 * keys * self.q_out
+        return 2 * 2 * self.qkv.in_features * self.q_out + keys * self.key_flops
 
     # -- projections
 
@@ -83,15 +89,20 @@ class Attention(nn.Module):
         return self._leave(k, v, ctx, leaving)
 
     def _leave(self, k: Tensor, v: Tensor, ctx: "Context", leaving: Tensor | None) -> Keys:
-        k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
-        k = rotated(k if self.norm_k is None else self.norm_k(k), ctx.rotation)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        k, v = (part.transpose(1, 2) for part in self._key_value(k, v, ctx.rotation))
         leaving = ctx.valid if leaving is None else leaving
         if ctx.cache is None:
             return Keys(k, v, leaving)
         assert ctx.writes is not None
-        layer = self.layer if ctx.layer is None else ctx.layer
-        return Keys(*ctx.cache.append(layer, k, v, ctx.writes, leaving, ctx.window))
+        return Keys(*ctx.cache.append(self._cache_layer(ctx), k, v, ctx.writes, leaving, ctx.window))
+
+    def _key_value(self, k: Tensor, v: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """As projected -> `[..., kv head, width]`."""
+        k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
+        return rotated(k if self.norm_k is None else self.norm_k(k), rotation), v
+
+    def _cache_layer(self, ctx: "Context") -> int:
+        return self.layer if ctx.layer is None else ctx.layer
 
     # -- attention
 
@@ -100,6 +111,8 @@ class Attention(nn.Module):
         if keys is None:
             # One cut into three: each further one would copy in the gradient.
             projected, k, v = self.qkv(x).split([self.q_out, self.kv_out // 2, self.kv_out // 2], dim=-1)
+            if ctx.varlen is not None:
+                return self.out(self._attended_varlen(projected, k, v, ctx, ctx.varlen))
             q, own = self._query(projected, ctx.rotation), self._leave(k, v, ctx, leaving)
             return self.out(self._attended(q, own, ctx.columns if ctx.cache else None))
         return self.out(self._attended(self.queries(x, ctx.rotation), keys, ctx.columns))
@@ -125,6 +138,13 @@ class Attention(nn.Module):
             q, keys.k, keys.v, mask, dropout, is_causal=mask is None, enable_gqa=self.kv_heads != self.n_head
         )
         return y.transpose(1, 2).flatten(2)
+
+    def _attended_varlen(self, q: Tensor, k: Tensor, v: Tensor, ctx: "Context", rows: Varlen) -> Tensor:
+        """Of sequences whose rows follow one another, each part as projected: `[n, head x width]`."""
+        q, (k, v) = self._query(q, ctx.rotation), self._key_value(k, v, ctx.rotation)
+        if ctx.cache is not None:
+            k, v = ctx.cache.append_rows(self._cache_layer(ctx), k, v, rows.sequence, rows.columns)
+        return varlen_attention(q, k, v, rows.counts, rows.lengths).flatten(1)
 
 
 def causal_mask(time: int, keys: int, seen: Tensor | None, columns: Tensor | None) -> Tensor:

@@ -137,6 +137,7 @@ def evaluate(
             "tlops_skipped": found.depth.tlops_saved,
             "flops_skipped": found.depth.flops_skipped,
             "flops_per_token": found.depth.flops / found.depth.tokens,
+            **_full_rows(found.depth),
             **point_controls(),
         }
 
@@ -176,6 +177,7 @@ def evaluate(
         "tlops_skipped": sparse.tlops_saved,
         "flops_skipped": sparse.flops_skipped,
         "flops_per_token": sparse.flops / sparse.tokens,
+        **_full_rows(sparse),
         "flops_per_token_dense": sparse.flops_dense / sparse.tokens,
         "decision_flips": flips,
         "controls": _controls(model, config, stream, measured["hard"].depth) if routers else {},
@@ -227,6 +229,11 @@ def _figures(measured: Measured, dataset: Dataset, config: RunConfig, split: Spl
         "bits_per_character": bits if by_character else None,
         "bits_per_byte": bits / dataset.bytes_per_token(split, measured.depth.tokens),
     }
+
+
+def _full_rows(depth: DepthTotals) -> dict[str, float]:
+    """FLOPs by the other convention, where a method packs its tokens: attention rows as wide as the context."""
+    return {"flops_per_token_full_rows": depth.flops_full_rows / depth.tokens} if depth.narrower_rows else {}
 
 
 def _controls(model: LanguageModel, config: RunConfig, stream: Callable, hard: DepthTotals) -> dict[str, Any]:

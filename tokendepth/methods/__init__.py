@@ -1,5 +1,7 @@
 """One paper, one file. A new method: its file here, its entry in METHODS, its knobs in method_configs.py."""
 
+from collections.abc import Sequence
+
 import torch
 
 from tokendepth.config import RunConfig, method_name
@@ -11,6 +13,7 @@ from tokendepth.methods.early_exit import EarlyExit
 from tokendepth.methods.itt import ITT
 from tokendepth.methods.mod import MoD
 from tokendepth.methods.mor import MoR
+from tokendepth.methods.span import Span
 from tokendepth.methods.switch import Switch
 from tokendepth.methods.tsa import TSA
 from tokendepth.model import LanguageModel
@@ -25,14 +28,20 @@ METHODS: dict[str, type[Method]] = {
     "act": ACT,
     "mor": MoR,
     "itt": ITT,
+    "span": Span,
 }
 
 
-def build(config: RunConfig) -> LanguageModel:
-    """The untrained model of `config` on the CPU: the same seed gives the same weights; no one else's RNG is moved."""
+def build(config: RunConfig, spellings: Sequence[bytes] | None = None) -> LanguageModel:
+    """The untrained model of `config` on the CPU: the same seed gives the same weights; no one else's RNG is moved.
+
+    spellings: what each token adds to a text (`Tokenizer.spellings`), where it is to be trained on one.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.train.seed)
         method = METHODS[method_name(config.method)](config.model, config.method)
+        if spellings is not None:
+            method.read_vocabulary(spellings)
         return LanguageModel(config.model, method)
 
 

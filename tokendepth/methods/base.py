@@ -43,6 +43,8 @@ class Method(nn.Module):
     """Whether soft execution weighs what hard execution skips; else soft is hard, and has no figures of its own."""
     decides_by_threshold = True
     """Whether every decision is a score above a threshold, so that thresholds can be given to a pass."""
+    one_decision = False
+    """Whether its routed sites are one decision: of what is given for each of them, the first is taken."""
     skips_on_device = False
     """Whether sparse execution asks nothing of the host where kernels serve."""
     batch_statistic: str | None = None
@@ -71,6 +73,9 @@ class Method(nn.Module):
     def routers(self) -> Sequence[nn.Module]:
         """The modules that decide; none for a fixed depth."""
         return []
+
+    def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
+        """What each token adds to a text, for a method that decides by it: told before training, kept as a buffer."""
 
     # -- operating points
 

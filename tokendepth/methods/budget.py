@@ -102,7 +102,7 @@ class Budget(Method):
                 halts = [block.halt(part) for part in parts]
             else:
                 halts = [-_dice(part, number, ctx) for part in entering]
-            block.threshold.copy_(_between(-torch.cat(halts), 1 - share))
+            block.threshold.copy_(between(-torch.cat(halts), 1 - share))
             decisions = [decide(halt, block.threshold) for halt in halts]
             active.append(torch.cat([decision.active for decision in decisions]).float().mean(1))
             for n, decision in enumerate(decisions):
@@ -137,7 +137,7 @@ class Budget(Method):
                     weight = weight * torch.cat([active, torch.ones_like(halt[batch:])])
                 hidden = block(hidden, passes, Rows(taken, chosen=rows), gate=weight)
             else:
-                active = (own > _quantile(own, 1 - budgets, ctx.valid)).float()
+                active = (own > quantile(own, 1 - budgets, ctx.valid)).float()
                 active = active if ctx.valid is None else active * ctx.valid
                 hidden = block(hidden, passes, gate=torch.cat([active, torch.ones_like(halt[batch:])]) * weight)
             work.append(active)
@@ -206,7 +206,10 @@ class Budget(Method):
         return [block for block in self.blocks if isinstance(block, BudgetBlock)]
 
 
-def _quantile(scores: Tensor, level: float | Tensor, valid: Tensor | None = None) -> Tensor:
+# --- thresholds, for the methods that build on this one ---------------------------------------------------------------
+
+
+def quantile(scores: Tensor, level: float | Tensor, valid: Tensor | None = None) -> Tensor:
     """The number that the share `level` of all `scores` does not exceed; `level` may be a column, one a sequence.
 
     Scores that are not `valid` are none.
@@ -219,9 +222,9 @@ def _quantile(scores: Tensor, level: float | Tensor, valid: Tensor | None = None
     return bounded[(level * count).round().long().clamp(0, len(ordered))]
 
 
-def _between(scores: Tensor, level: float) -> Tensor:
-    """As `_quantile`, but midway to the next score: no token is so near that another rounding decides about it."""
-    lower = _quantile(scores, level)
+def between(scores: Tensor, level: float) -> Tensor:
+    """As `quantile`, but midway to the next score: no token is so near that another rounding decides about it."""
+    lower = quantile(scores, level)
     upper = torch.where(scores > lower, scores, torch.inf).min()
     middle = torch.where(upper.isinf(), lower, (lower + upper) / 2)
     return torch.where(middle < upper, middle, lower)  # neighbours among the numbers have no middle

@@ -105,7 +105,7 @@ class _Training:
             run.check_corpus(self.dataset.fingerprint)
             self._say(f"{run.path} is finished already")
             return run
-        self.model = build(self.config).to(self.device).train()
+        self.model = build(self.config, self.dataset.tokenizer.spellings()).to(self.device).train()
         if statistic := self._depends_on_the_cut():
             self._say(
                 f"{method_name(self.config.method)} takes {statistic}, over each of {self._parts} parts of a batch on "

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokendepth.ops.launch import FEW_TOKENS, NARROWEST_HEAD, fits_one_tile, serves, unknown_backend
 from tokendepth.ops.rows import Listed
 
-__all__ = ["BlockParts", "BlockWeights", "finds_own_rows", "has_kernel", "launch_bound", "sparse_block"]
+__all__ = ["BlockParts", "BlockWeights", "finds_own_rows", "has_kernel", "launch_bound", "runs_kernel", "sparse_block"]
 
 TILE = 64
 """Widths that are no multiples of it are the library's: they gain nothing by kernels."""
@@ -70,7 +70,7 @@ def sparse_block(
     h. The kernel asks nothing of the host: counts stay on the device, so it can be captured in a graph.
     """
     if backend == "auto":
-        backend = "kernel" if has_kernel(parts.weights, k.shape[1]) and serves(h) else "eager"
+        backend = "kernel" if runs_kernel(h, parts.weights, k.shape[1]) else "eager"
     if backend == "kernel":
         from tokendepth.ops.sparse_block.kernel import kernel as run
     elif backend == "eager":
@@ -87,6 +87,11 @@ def has_kernel(weights: BlockWeights | None, heads: int) -> bool:
         return False
     ff, d = weights.up.shape
     return d % TILE == ff % TILE == 0 and d // heads >= NARROWEST_HEAD
+
+
+def runs_kernel(h: Tensor, weights: BlockWeights | None, heads: int) -> bool:
+    """Whether a kernel, which asks nothing of the host, takes the block of `h`."""
+    return has_kernel(weights, heads) and serves(h)
 
 
 def finds_own_rows(h: Tensor) -> bool:

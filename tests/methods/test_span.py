@@ -1,0 +1,515 @@
+"""Span routing: one decision, one gather and one scatter for several blocks, and what the others get of it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.tiny import tiny
+from tokendepth import data
+from tokendepth.cache import KVCache
+from tokendepth.config import DenseConfig, ModelConfig, RunConfig, SpanConfig
+from tokendepth.context import Context
+from tokendepth.measure.calibrate import calibrate_on
+from tokendepth.measure.evaluate import evaluate, load_model
+from tokendepth.measure.flops import count_flops, training_flops
+from tokendepth.methods import build
+from tokendepth.methods.span import ROOM, Span
+from tokendepth.methods.span_deciders import Boundary, WordEnds, carry_on, ends_word, gain_target, ratio_loss
+from tokendepth.model import Block, LanguageModel
+from tokendepth.runs.run import Run
+from tokendepth.train.loop import train
+
+TIME, VOCABULARY = 16, 11
+MODEL = ModelConfig(d_model=32, n_layer=5, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=VOCABULARY)
+MODERN = replace(
+    MODEL, norm="rms", positions="rotary", n_kv_head=2, ffn="swiglu", ffn_bias=False, qk_norm=True, tie_head=False
+)
+
+each_shape = pytest.mark.parametrize("shape", [MODEL, MODERN], ids=["classic", "modern"])
+each_execution = pytest.mark.parametrize("execution", ["hard", "sparse"])
+
+
+def span(shape: ModelConfig = MODEL, **knobs) -> LanguageModel:
+    """1 + 3 + 1 blocks, with a router that tells tokens apart and updates as large as the state."""
+    model = build(RunConfig(model=shape, method=SpanConfig(**knobs)))
+    with torch.no_grad():
+        for matrix in (p for p in model.method.parameters() if p.ndim == 2):
+            matrix.mul_(0.2 / matrix.std())
+    return model
+
+
+def method_of(model: LanguageModel) -> Span:
+    assert isinstance(model.method, Span)
+    return model.method
+
+
+def tokens(batch: int = 4, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (batch, TIME), generator=torch.Generator().manual_seed(seed))
+
+
+def given(active: Tensor) -> Tensor:
+    """The decision of `[batch, time]` for each of the three blocks."""
+    return active.expand(3, *active.shape)
+
+
+def some(ids: Tensor) -> Tensor:
+    return torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.4
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+def dense_like(model: LanguageModel, *, skip: range = range(0)) -> LanguageModel:
+    """The dense model of the same weights, without the blocks `skip`."""
+    shape = replace(model.config, n_layer=model.config.n_layer - len(skip))
+    dense = build(RunConfig(model=shape, method=DenseConfig())).eval()
+    left = [n for n in range(model.config.n_layer) if n not in skip]
+    weights = {}
+    for name, value in model.state_dict().items():
+        if name.startswith("method.blocks."):
+            _, _, number, rest = name.split(".", 3)
+            if int(number) in left:
+                weights[f"method.blocks.{left.index(int(number))}.{rest}"] = value
+        elif not name.startswith("method."):
+            weights[name] = value
+    dense.load_state_dict(weights)
+    return dense
+
+
+# --- the update -------------------------------------------------------------------------------------------------------
+
+
+@each_shape
+@each_execution
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"decide": "rule", "carry": "none"},
+        {"decide": "rule", "carry": "last"},
+        {"decide": "gain", "carry": "last"},
+        {"decide": "gain", "keys": "all", "carry": "none"},
+        {"decide": "dice", "keys": "all", "carry": "last"},
+    ],
+    ids=lambda knobs: "-".join(knobs.values()),
+)
+@torch.no_grad()
+def test_a_text_of_which_every_token_takes_the_span_is_that_of_the_dense_model(shape, execution, knobs):
+    """Where nothing weighs the update; a score does."""
+    model, ids = span(shape, **knobs).eval(), tokens()
+    out = model(ids, execution=execution, decisions=given(torch.ones_like(ids, dtype=torch.bool)))
+    assert close(out.logits, dense_like(model)(ids).logits)
+
+
+@each_shape
+@each_execution
+@pytest.mark.parametrize("carry", ["none", "last", "smooth"])
+@torch.no_grad()
+def test_a_text_of_which_no_token_takes_the_span_is_that_of_the_model_without_it(shape, execution, carry):
+    model, ids = span(shape, carry=carry).eval(), tokens()
+    out = model(ids, execution=execution, decisions=given(torch.zeros_like(ids, dtype=torch.bool)))
+    assert torch.equal(out.logits, dense_like(model, skip=method_of(model).span)(ids).logits)
+
+
+@each_execution
+@torch.no_grad()
+def test_active_tokens_are_a_shorter_sequence_at_their_true_positions(execution):
+    """By hand: the plain blocks on tokens 1, 4 and 9 of a text, embedded where they stand, as if there were no others.
+
+    And each weighted update is that of the tokens up to the next active one.
+    """
+    model, ids = span().eval(), tokens(1)
+    method, places = method_of(model), [1, 4, 9]
+    active = torch.zeros(1, TIME, dtype=torch.bool)
+    active[0, places] = True
+    embedded, ctx = model.entering(ids, "hard")
+    h = method.blocks[0](embedded, ctx)
+    rows = h[:, places]
+    for n in method.span:
+        rows = method.blocks[n](rows, replace(ctx, positions=None))
+    score = method.decider(F.layer_norm(h, (32,)), ctx)
+    updates = torch.sigmoid(score[:, places, None]) * (rows - h[:, places])
+    expected = h.clone()
+    for t in range(TIME):
+        before = [n for n, place in enumerate(places) if place <= t]
+        expected[:, t] += updates[:, before[-1]] if before else 0
+    expected = model.readout(method.blocks[-1](expected, ctx))
+    assert close(model(ids, execution=execution, decisions=given(active)).logits, expected)
+
+
+@torch.no_grad()
+def test_rotary_positions_are_the_true_ones():
+    """The same two active tokens, one place farther apart, attend otherwise."""
+    model, ids = span(MODERN, begin=0, length=5, carry="none").eval(), tokens(1)
+    ids[0, 3:7] = torch.tensor([1, 0, 2, 2])
+    found = []
+    for places in ([3, 5], [3, 6]):
+        active = torch.zeros(1, TIME, dtype=torch.bool)
+        active[0, places] = True
+        hard, sparse = (model(ids, execution=e, decisions=active.expand(5, 1, TIME)).logits for e in ("hard", "sparse"))
+        assert close(sparse, hard)
+        found.append(hard[0, places[1]])
+    assert not close(found[0], found[1])
+
+
+def test_carried_updates_by_hand():
+    """c_t = fresh_t + keep_t c_{t-1}."""
+    fresh = torch.tensor([[[1.0], [0.0], [4.0], [0.0], [8.0]]])
+    keep = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.25]])
+    assert carry_on(fresh, keep).flatten().tolist() == [1, 1, 4, 4, 9]
+    assert carry_on(fresh, keep, torch.tensor([[2.0]])).flatten().tolist() == [3, 3, 4, 4, 9]
+    assert carry_on(fresh[:, :1], keep[:, :1], torch.tensor([[2.0]])).flatten().tolist() == [3]
+
+
+@pytest.mark.parametrize("time", [1, 2, 7, 8, 33])
+def test_carried_updates_are_those_of_a_loop(time):
+    rng = torch.Generator().manual_seed(time)
+    fresh, keep = torch.randn(2, time, 3, generator=rng).double(), torch.rand(2, time, generator=rng).double()
+    last, expected = torch.randn(2, 3, generator=rng).double(), []
+    carried = last
+    for t in range(time):
+        carried = fresh[:, t] + keep[:, t, None] * carried
+        expected.append(carried)
+    torch.testing.assert_close(carry_on(fresh, keep, last), torch.stack(expected, 1))
+
+
+@torch.no_grad()
+def test_smoothed_updates_by_hand():
+    """Tokens 0, 2 and 3 are active, with p = 1 (the first), 0.25 and 0.5 by sigmoid(s - tau)."""
+    method = method_of(span(carry="smooth").eval())
+    update = torch.tensor([8.0, 0.0, 16.0, 2.0, 0.0])[None, :, None]
+    active = torch.tensor([[True, False, True, True, False]])
+    score = torch.tensor([[-9.0, 7.0, 2.0 - math.log(3), 2.0, 7.0]])
+    ctx = Context(positions=torch.arange(5))
+    # z = 8, then 0.25 * 16 + 0.75 * 8 = 10, then 0.5 * 2 + 0.5 * 10 = 6
+    carried = method._passed_on(update, active, score, 2.0, ctx)
+    assert carried.flatten().tolist() == pytest.approx([8, 8, 10, 6, 6])
+
+
+@torch.no_grad()
+def test_the_last_update_by_hand():
+    """Weighted by sigmoid(s) = 0.5, 0.75 and 0.5 at tokens 0, 2 and 3, and carried on."""
+    method = method_of(span(carry="last").eval())
+    update = torch.tensor([8.0, 0.0, 16.0, 2.0, 0.0])[None, :, None]
+    active = torch.tensor([[True, False, True, True, False]])
+    score = torch.tensor([[0.0, 7.0, math.log(3), 0.0, 7.0]])
+    carried = method._passed_on(update, active, score, -1.0, Context())
+    assert carried.flatten().tolist() == pytest.approx([4, 4, 12, 1, 1])
+
+
+# --- the deciders -----------------------------------------------------------------------------------------------------
+
+
+def boundary(weights: tuple[Tensor, Tensor] | None = None, **knobs) -> Boundary:
+    decider = method_of(span(MODERN, decide="boundary", **knobs)).decider
+    assert isinstance(decider, Boundary)
+    if weights:
+        decider.query.weight.data, decider.key.weight.data = weights
+    return decider
+
+
+@torch.no_grad()
+def test_boundary_probabilities_by_hand():
+    """Neighbours that are alike, at a right angle, opposed, and by what W_k makes of the earlier one."""
+    eye = torch.eye(2)
+    states = torch.tensor([[[1.0, 0], [2, 0], [0, 3], [0, -1], [5, 0]]])
+    ctx = Context(positions=torch.arange(5))
+    assert boundary((eye, eye))(states, ctx)[0].tolist() == pytest.approx([1, 0, 0.5, 1, 0.5])
+    turn = torch.tensor([[0.0, -1], [1, 0]])  # by 90 degrees: (x, y) -> (-y, x)
+    assert boundary((eye, turn))(states, ctx)[0].tolist() == pytest.approx([1, 0.5, 0, 0.5, 0])
+
+
+@torch.no_grad()
+def test_the_earlier_neighbour_is_the_last_token_that_is_no_padding():
+    decider, states = boundary(), torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0))
+    plain = decider(states, Context(positions=torch.arange(4)))[0]
+    spread, valid = torch.randn(1, 7, 32), torch.tensor([[False, True, True, False, False, True, True]])
+    spread[valid] = states[0]
+    positions = (valid.long().cumsum(1) - 1).clamp(min=0)
+    torch.testing.assert_close(decider(spread, Context(valid=valid, positions=positions))[valid], plain)
+
+
+def test_the_ratio_loss_by_hand():
+    """N = 4: 4/3 (3 F G + (1 - F)(1 - G)); only the probabilities have a gradient."""
+    p = torch.tensor([[0.25, 0.75]], requires_grad=True)
+    half, both = torch.tensor([[False, True]]), torch.tensor([[True, True]])
+    assert ratio_loss(p, half, 0.25, Context()).item() == pytest.approx(4 / 3 * (3 * 0.25 + 0.25))
+    assert ratio_loss(p, both, 0.25, Context()).item() == pytest.approx(4 / 3 * 3 * 0.5)
+    quarter = torch.tensor([[True, False, False, False]])
+    assert ratio_loss(quarter.float(), quarter, 0.25, Context()).item() == pytest.approx(1), "as many as wanted"
+    ratio_loss(p, both, 0.25, Context()).backward()
+    assert p.grad is not None
+    assert p.grad[0].tolist() == pytest.approx([2, 2])  # 4/3 (3 F - (1 - F)) over two tokens
+
+
+def test_the_confidence_is_one_with_a_gradient():
+    p = torch.tensor([[0.9, 0.3]], requires_grad=True)
+    confidence = boundary().confidence(p, torch.tensor([[True, False]]))
+    assert confidence.tolist() == [[1, 1]]
+    assert torch.autograd.grad(confidence.sum(), p)[0].tolist() == [[1, -1]]
+
+
+@pytest.mark.parametrize(("ratio", "fixed"), [(0.03, True), (0.0, False)])
+def test_boundaries_are_learned_by_the_ratio_loss_or_held_by_the_quantile(ratio, fixed):
+    out = span(MODERN, decide="boundary", ratio_loss=ratio, budget=0.5).train()(tokens(8))
+    assert (out.losses.keys() == {"ratio"}) == fixed
+    assert bool(out.trace.work[1].sum() == 8 * TIME / 2) != fixed
+
+
+def test_the_gain_is_what_a_token_loses_without_the_span():
+    """Of the dense model's losses and those of the model without the span, which are other models here."""
+    model, ids = span(decide="gain").train(), tokens(6)
+    inputs, targets = ids[:, :-1], ids[:, 1:].clone()
+    targets[:, :3] = -100
+    out = model(inputs, targets=targets)
+    embedded, ctx = model.entering(inputs, "hard")
+    with torch.no_grad():
+        without, dense = (
+            F.cross_entropy(one(inputs).logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(inputs)
+            for one in (dense_like(model, skip=method_of(model).span), dense_like(model))
+        )
+        hidden = method_of(model).blocks[0](embedded, ctx)
+        score = method_of(model)._score(hidden, ctx)
+    target = gain_target(without - dense)
+    assert out.losses["gain"].item() == pytest.approx((score - target)[:, 3:].square().mean().item(), rel=1e-4)
+    assert target.std() > 0.1
+    for name, gradient in zip(
+        dict(model.named_parameters()),
+        torch.autograd.grad(out.losses["gain"], list(model.parameters()), allow_unused=True),
+        strict=True,
+    ):
+        assert (gradient is not None) == ("router" in name), "it reaches the router and nothing else"
+
+
+def test_the_gains_scale_by_hand():
+    costs = torch.tensor([0.0, 0.1, -0.1, (math.e**2 - 1) / 10])
+    assert gain_target(costs).tolist() == pytest.approx([0, math.log(2), -math.log(2), 2])
+
+
+def test_the_router_of_a_gain_learns_by_that_alone():
+    model, ids = span(decide="gain", carry="last").train(), tokens()
+    loss = F.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten())
+    for parameter in method_of(model).decider.parameters():
+        assert torch.autograd.grad(loss, parameter, retain_graph=True, allow_unused=True) == (None,)
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_ends_a_word():
+    ending = [b" ", b".", b"\n", b"-", "\u2013".encode(), b" the", b"'s", b"<eos>", b""]
+    inside = [b"a", b"Z", b"7", b"ing", "\u00e9".encode(), b"\xc3", b"\xa9"]
+    assert all(map(ends_word, ending))
+    assert not any(map(ends_word, inside))
+
+
+@pytest.fixture(scope="module")
+def ruled(tmp_path_factory) -> Run:
+    """A run whose span is taken at the ends of words."""
+    folder = tmp_path_factory.mktemp("ruled")
+    return train(tiny(folder, SpanConfig(decide="rule"), steps=2), folder / "run", show=False)
+
+
+@torch.no_grad()
+def test_the_rule_is_read_from_the_vocabulary_and_kept_with_the_weights(ruled):
+    model, dataset = load_model(ruled, torch.device("cpu")), data.load(ruled.config.data)
+    ids = torch.tensor(dataset.passage("val", 16))[None]
+    text = dataset.tokenizer.decode(ids[0].tolist())
+    expected = [n == 0 or not character.isalnum() for n, character in enumerate(text)]
+    assert 1 < sum(expected) < 16
+    for execution in ("hard", "sparse"):
+        assert (model(ids, execution=execution).trace.work[1, 0] == 1).tolist() == expected
+
+
+def test_an_evaluation_tells_both_conventions_and_has_controls(ruled):
+    found = evaluate(ruled, timing=False)
+    assert found["flops_per_token"] < found["flops_per_token_full_rows"] < found["flops_per_token_dense"]
+    assert found["decision_flips"] == 0
+    control = found["controls"]["random_decisions_hard"]
+    assert control["active_fraction"] == pytest.approx(found["hard"]["active_fraction"], abs=0.05)
+    assert found["controls"].keys() == {"random_decisions_hard"}, "there is no router that could be untrained"
+
+
+def test_a_rule_has_no_dial_and_nothing_to_train():
+    model = span(decide="rule")
+    assert model.method.dial(model.config, model.method.config) is None
+    assert model.method.batch_statistic is None
+    assert isinstance(model.method.routers()[0], WordEnds), "so that it has controls"
+    assert not list(model.method.routers()[0].parameters())
+
+
+@torch.no_grad()
+def test_dice_keep_the_share_and_know_where_a_token_stands():
+    model = span(MODERN, decide="dice", budget=0.3, carry="none").eval()
+    ids = torch.randint(VOCABULARY, (400, TIME), generator=torch.Generator().manual_seed(3))
+    work = model(ids, execution="hard").trace.work[1]
+    # Different (token, position) pairs throw the dice: 11 x 16 of them.
+    assert work.mean() == pytest.approx(0.3, abs=3 * math.sqrt(0.21 / (11 * 16)))
+    same = model(torch.zeros(1, TIME, dtype=torch.long), execution="hard").trace.work[1]
+    assert 0 < same.mean() < 1
+
+
+# --- who is active ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.4, 1.0])
+def test_calibration_is_exact_on_its_own_data_and_keeps_the_first_token(share):
+    for carry in ("none", "last"):
+        model, ids = span(carry=carry).eval(), tokens(16)
+        shares = calibrate_on(model, ids, share)
+        with torch.no_grad():
+            work = model(ids, execution="hard").trace.work
+        wanted = ids.numel() - round((1 - share) * ids.numel())
+        carried = carry == "last"
+        assert work[1].sum() == max(wanted, len(ids) if carried else 0)
+        assert shares.tolist() == pytest.approx(work[1].mean(1).tolist())
+        assert torch.equal(work[1], work[2])
+        assert torch.equal(work[1], work[3])
+        assert bool((work[1, :, 0] == 1).all()) == (carried or share == 1)
+        assert (work[[0, 4]] == 1).all()
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.4, 1.0])
+def test_training_holds_the_budget_but_for_what_finds_no_room(share):
+    work = span(budget=share).train()(tokens(8)).trace.work
+    wanted = 8 * TIME - round((1 - share) * 8 * TIME)
+    assert work[1].sum() <= max(wanted, 8)
+    assert work[1].sum() >= 0.8 * wanted
+    assert (work[1, :, 0] == 1).all()
+    assert (work[1].sum(1) <= -(-ROOM * share * TIME // 1)).all()
+
+
+def test_who_finds_no_room_scores_lowest_of_its_sequence():
+    method = method_of(span(budget=0.25))  # room for 6 of 16
+    scores = torch.arange(32.0).view(2, 16).flip(1)
+    chosen = method._chosen(scores, torch.tensor(15.0), Context())
+    assert chosen.as_mask(scores).sum(1).tolist() == [0, 6], "sixteen are above the threshold"
+    assert chosen.places[1].tolist() == [0, 1, 2, 3, 4, 5]
+    mixed = torch.tensor([[1.0, 9.0, 2.0, 8.0, 3.0, 7.0, *[0.0] * 10]])
+    chosen = method._chosen(mixed, torch.tensor(2.5), Context())
+    assert chosen.there is not None
+    assert chosen.places[0, chosen.there[0]].tolist() == [1, 3, 4, 5], "first, and in order"
+    assert chosen.there[0].tolist() == [True] * 4 + [False] * 2
+
+
+# --- skipping ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", ["active", "all"])
+@each_shape
+def test_training_that_packs_is_training_that_masks(shape, keys):
+    """Losses and gradients, against the reference execution with the decisions that training took."""
+    ids = tokens(6)
+
+    def gradients(masked: bool) -> tuple[float, list[Tensor]]:
+        model = span(shape, budget=0.4, keys=keys).train()
+        taken = model(ids[:, :-1]).trace.work[1:4] > 0.5
+        out = model.eval()(ids[:, :-1], execution="hard", decisions=taken) if masked else model(ids[:, :-1])
+        loss = F.cross_entropy(out.logits.flatten(0, 1), ids[:, 1:].flatten())
+        return loss.item(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+    (loss, found), (masked_loss, expected) = gradients(masked=False), gradients(masked=True)
+    assert loss == pytest.approx(masked_loss, rel=1e-6)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_training_flops_are_those_of_the_room():
+    config = RunConfig(model=MODEL, method=SpanConfig(budget=0.25))
+    dense = RunConfig(model=MODEL, method=DenseConfig())
+    rows = 6 / 16  # room for 6 of 16 tokens, in three blocks, forward and backward
+    token = 2 * (4 * 32 * 32 + 2 * 32 * 48)
+    skipped = 3 * 3 * ((1 - rows) * token + (1 - rows**2) * 4 * TIME * 32)
+    router = 3 * method_of(build(config)).decider.flops
+    assert training_flops(dense) - training_flops(config) == pytest.approx(skipped - router)
+
+
+class Gathers(TorchDispatchMode):
+    """How often states `[n, d]` are taken out of a batch's, or put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = self.put = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, name = func(*args, **(kwargs or {})), func._overloadpacket.__name__
+        self.taken += name == "index_select" and out.shape[-1] == MODEL.d_model
+        self.put += name in ("index_copy", "index_copy_", "index_put", "index_put_")
+        return out
+
+
+@torch.no_grad()
+def test_sparse_gathers_once_and_scatters_once():
+    model, ids = span().eval(), tokens()
+    with Gathers() as seen:
+        model(ids, execution="sparse", decisions=given(some(ids)))
+    assert (seen.taken, seen.put) == (1, 1)
+
+
+@each_shape
+@torch.no_grad()
+def test_rows_are_as_wide_as_the_packed_sequence_and_both_conventions_are_told(shape):
+    model, ids = span(shape).eval(), tokens()
+    active = some(ids)
+    out = []
+    counted = count_flops(lambda: out.append(model(ids, execution="sparse", decisions=given(active))))
+    totals = out[0].trace.totals()
+    assert totals.flops == counted
+    n = active.sum(1)
+    assert totals.narrower_rows == 3 * 4 * 32 * int((n * (TIME - n)).sum())
+    assert totals.flops_full_rows == counted + totals.narrower_rows
+
+
+@each_shape
+@torch.no_grad()
+def test_where_kernels_serve_nothing_is_packed_and_the_result_is_the_same(shape, monkeypatch):
+    """Their rows are listed on the device; here the library stands in for them."""
+    model, ids = span(shape).eval(), tokens()
+    for decisions in (given(some(ids)), None):
+        packed = model(ids, execution="sparse", decisions=decisions)
+        with monkeypatch.context() as patch:
+            patch.setattr(Block, "skips_by_kernel", lambda *_: True)
+            listed = model(ids, execution="sparse", decisions=decisions)
+        assert close(listed.logits, packed.logits)
+        assert torch.equal(listed.trace.work, packed.trace.work)
+        assert listed.trace.totals().flops == packed.trace.totals().flops_full_rows, "its rows are as wide as ever"
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+@each_shape
+@torch.no_grad()
+def test_the_span_has_a_length_of_its_own_for_every_sequence(shape):
+    model, ids = span(shape).eval(), tokens(3)
+    active = some(ids)
+    for first in ("hard", "sparse"):  # an execution may follow the other
+        kept = KVCache(shape, 3, TIME, layers=5, like=model.norm.weight)
+        logits = []
+        for execution, columns in ((first, slice(0, 9)), ("sparse", slice(9, 10)), ("hard", slice(10, TIME))):
+            decisions = given(active)[..., columns]
+            logits.append(model(ids[:, columns], execution=execution, decisions=decisions, cache=kept).logits)
+        assert close(torch.cat(logits, 1), model(ids, execution="hard", decisions=given(active)).logits)
+        assert kept.states["span length"].tolist() == active.sum(1).tolist()
+        assert kept.lengths.tolist() == [TIME] * 3
+        for layer, seen in enumerate(kept.valid[:, :, :TIME]):
+            lengths = active.sum(1) if layer in method_of(model).span else torch.full((3,), TIME)
+            assert torch.equal(seen, torch.arange(TIME) < lengths[:, None]), "the first columns, and no others"
+
+
+@torch.no_grad()
+def test_a_threshold_is_not_rounded_with_the_weights():
+    model = span().eval()
+    calibrate_on(model, tokens(16), 0.4)
+    before = method_of(model).thresholds
+    assert len(before) == 3, "one for each site, and all the same"
+    assert len(set(before)) == 1
+    assert model.bfloat16().norm.weight.dtype == torch.bfloat16
+    assert method_of(model).thresholds == before
+    method_of(model).set_thresholds([0.5, 0.5, 0.5])
+    assert method_of(model).thresholds == [0.5] * 3

@@ -1,0 +1,262 @@
+"""Span routing: one decision per token for several adjacent blocks. Ours, after Mixture-of-Depths and H-Net.
+
+    active_t = s_t > tau,   u = f_n(... f_1(H~)) - H~,   h_t <- h_t + c_t
+
+The score s_t is the decider's (`span_deciders.py`). H~ are the active tokens of a sequence in their order and at their
+true positions: the blocks f_1 to f_n take them as a shorter sequence, gathered once and scattered once, and a token
+that skips the span leaves no keys and values in it (`keys` active). With `keys` all, everybody's are projected in every
+block, as a model that was trained without a span needs it; then rows are gathered in each block.
+
+What a token gets of the updates, c_t, by `carry`: none, its own, or nothing where it skipped; last, the one of the last
+active token; smooth, z of that token, with z_t = p_t u_t + (1 - p_t) z_{t-1} over active tokens, p_1 = 1 and p the
+decider's. Where updates are carried the first token of a sequence is always active.
+
+`budget` names the share of tokens that take the span. While training tau is the batch's own quantile; in use it is one
+number, calibrated on training text, so that a decision depends on the token's past alone. Training needs shapes that
+are known beforehand: each sequence has `ROOM` times its share of rows, and the lowest scores that find none skip.
+
+Left open and decided here: thresholds that are given, such as decisions to be obeyed, hold for the first token too. A
+score weighs updates by sigmoid(s) unless they are smoothed, which weighs them already. On a GPU with kernels for the
+block nothing is packed, because how long a packed sequence is only the device knows: there each block works on the
+listed rows, as in Mixture-of-Depths.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokendepth.config import ModelConfig, SpanConfig
+from tokendepth.context import Context, Rows
+from tokendepth.layers.exact_buffers import ExactBuffers
+from tokendepth.layers.norm import without_scale
+from tokendepth.methods.base import Dial, Method, blocks_of, everyone
+from tokendepth.methods.budget import CURVE, between, quantile
+from tokendepth.methods.mod import Selected, among_site
+from tokendepth.methods.span_deciders import (
+    QUANTILE,
+    Boundary,
+    Gain,
+    WordEnds,
+    carry_on,
+    gain_target,
+    make_decider,
+    ratio_loss,
+)
+from tokendepth.model import Block, MethodOutput
+from tokendepth.ops.decide import Decision, list_active
+from tokendepth.ops.rows import ChosenRows, compact, put, take
+from tokendepth.trace import Site
+
+ROOM = 1.5
+"""Rows that a sequence has in the span while training, as a multiple of its share of tokens."""
+
+
+class Span(ExactBuffers, Method):
+    has_soft = False
+    one_decision = True
+    skips_on_device = True
+    threshold: Tensor
+
+    def __init__(self, model: ModelConfig, config: SpanConfig) -> None:
+        super().__init__(model, config)
+        self.knobs, self.span = config, config.blocks(model.n_layer)
+        self.blocks = nn.ModuleList(Block(model, layer) for layer in range(model.n_layer))
+        self.decider = make_decider(model, config)
+        self.batch_statistic = self.decider.statistic
+        self.register_buffer("threshold", torch.tensor(self.decider.threshold))
+
+    def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
+        before, _, after = self._stages()
+        hidden = _through(before, hidden, ctx)
+        score = self._score(hidden, ctx)
+        ranked = self._ranked(score, ctx)
+        fewer_keys, losses = None, {}
+        if self.training:
+            threshold = self._quantile(ranked, ctx) if self.decider.statistic == QUANTILE else self.threshold
+            update, active = self._train(hidden, ctx, ranked, threshold)
+            losses = self._losses(hidden, score, ctx)
+        else:
+            threshold = ctx.thresholds([self.threshold] * len(self.span))[0]
+            active = ctx.real(ranked > threshold)
+            update, fewer_keys = self._execute(hidden, ctx, active)
+        hidden = hidden + self._passed_on(update, active, score, threshold, ctx)
+        hidden = _through(after, hidden, ctx)
+        work = [active if n in self.span else everyone(hidden) for n in range(len(self.blocks))]
+        return MethodOutput(hidden, replace(self.traced(work, ctx), fewer_keys=fewer_keys), losses)
+
+    def _stages(self) -> tuple[list[Block], list[Block], list[Block]]:
+        blocks, begin, end = blocks_of(self.blocks), self.span.start, self.span.stop
+        return blocks[:begin], blocks[begin:end], blocks[end:]
+
+    def _score(self, hidden: Tensor, ctx: Context) -> Tensor:
+        """`[batch, time]`, the higher the sooner active."""
+        _, (first, *_), _ = self._stages()
+        return self.decider(without_scale(first.norm_attention, hidden), ctx)
+
+    def _ranked(self, score: Tensor, ctx: Context) -> Tensor:
+        """What is compared with the threshold: a sequence's first token is above any where updates are carried."""
+        if self.knobs.carry == "none":
+            return score.detach()
+        assert ctx.positions is not None
+        return torch.where(ctx.positions == 0, torch.inf, score.detach())
+
+    def _passed_on(
+        self, update: Tensor, active: Tensor, score: Tensor, threshold: Tensor | float, ctx: Context
+    ) -> Tensor:
+        """What each token gets of the active tokens' updates, `[batch, time, d]` and zero for all others."""
+        weight, keep = self.decider.weight(score), ~active
+        if self.knobs.carry == "smooth":
+            assert ctx.positions is not None
+            weight = torch.where(ctx.positions == 0, 1.0, self.decider.probability(score, threshold)) * active
+            keep = 1 - weight
+        if weight is not None:
+            update = weight[..., None].to(update.dtype) * update
+        if self.knobs.carry != "none":
+            last = None if ctx.cache is None else ctx.cache.state("span update", like=update[0, 0])
+            update = carry_on(update, keep, last)
+            if ctx.cache is not None:
+                ctx.cache.remember("span update", update[:, -1])
+        if self.training and isinstance(self.decider, Boundary):
+            update = update * self.decider.confidence(score, active)[..., None].to(update.dtype)
+        return update
+
+    # -- evaluation
+
+    def _execute(self, hidden: Tensor, ctx: Context, active: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The active tokens' updates, zero for the others; and how many keys fewer they attended over, if packed."""
+        _, blocks, _ = self._stages()
+        if self.knobs.keys == "active":
+            count = active.sum(1)
+            earlier = torch.zeros_like(count) if ctx.cache is None else ctx.cache.state("span length", like=count[0])
+            columns, lengths = earlier[:, None] + active.cumsum(1) - 1, earlier + count
+            if ctx.cache is not None:
+                ctx.cache.remember("span length", lengths)
+                writes = torch.where(active, columns, ctx.cache.capacity)
+                ctx = replace(ctx, columns=columns.clamp(min=0), writes=writes)
+            if ctx.execution == "sparse" and not blocks[0].skips_by_kernel(hidden):
+                places = compact(active)
+                taken = take(hidden, places)
+                rows = _through(blocks, taken, ctx.gathered(active, places, columns, lengths))
+                update = put(torch.zeros_like(hidden), places, rows - taken)
+                return update, ctx.key_count(hidden.shape[1]) - lengths
+        listed = list_active(active, hidden) if ctx.execution == "sparse" else None
+        rows, state = Rows(active, Decision(active, active, listed=listed)), ctx.spare(hidden)
+        for block in blocks:
+            state = block(state, ctx, rows, keys=self.knobs.keys)
+        return state - hidden, None
+
+    @torch.no_grad()
+    def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
+        before, _, _ = self._stages()
+        ranked = torch.cat([self._ranked(self._score(_through(before, part, ctx), ctx), ctx) for part in parts])
+        self.threshold.copy_(_finite(between(ranked, 1 - share)))
+        return (ranked > self.threshold).float().mean(1)
+
+    # -- training
+
+    def _quantile(self, ranked: Tensor, ctx: Context) -> Tensor:
+        level = torch.full((1, 1), 1 - self.knobs.budget, device=ranked.device)
+        return _finite(quantile(ranked, level, ctx.valid))
+
+    def _train(self, hidden: Tensor, ctx: Context, ranked: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+        """The active tokens' updates, zero for the others, and who they are."""
+        _, blocks, _ = self._stages()
+        chosen = self._chosen(ranked, threshold, ctx)
+        active = chosen.as_mask(ranked).bool()
+        if self.knobs.keys == "active":
+            taken = chosen.take(hidden)
+            # The active ones stand first, so that causal attention alone keeps from them what fills up the rows.
+            rows = _through(blocks, taken, replace(chosen.context(ctx), valid=None))
+            return chosen.add(torch.zeros_like(hidden), rows - taken), active
+        batch, time = active.shape
+        places = (chosen.places + time * torch.arange(batch, device=active.device)[:, None]).flatten()
+        rows, state = Rows(active, chosen=ChosenRows.at(places, batch * time)), hidden
+        for block in blocks:
+            state = block(state, ctx, rows, gate=active.to(hidden.dtype))
+        return state - hidden, active
+
+    def _chosen(self, ranked: Tensor, threshold: Tensor, ctx: Context) -> Selected:
+        """The tokens above the threshold that find room, first and in order; then whatever fills up the rows."""
+        time, share = ranked.shape[1], ROOM * self.knobs.budget
+        if ctx.valid is not None:
+            ranked = torch.where(ctx.valid, ranked, -torch.inf)
+        room = min(time, math.ceil(share * time))
+        best = ranked.argsort(dim=1, descending=True, stable=True)[:, :room]  # of equals the earlier
+        there = ranked.gather(1, best) > threshold
+        if ctx.valid is not None:  # padding takes no room and makes none
+            real = ctx.valid.sum(1, keepdim=True)
+            there = there & (torch.arange(room, device=best.device) < (share * real.double()).ceil())
+        order = torch.where(there, best, best + time).sort(dim=1).values
+        return Selected(order % time, order < time)
+
+    def _losses(self, hidden: Tensor, score: Tensor, ctx: Context) -> dict[str, Tensor]:
+        knobs = self.knobs
+        if isinstance(self.decider, Boundary) and knobs.ratio_loss:
+            ratio = ratio_loss(score, score > self.threshold, knobs.budget, ctx)
+            return {"ratio": knobs.ratio_loss * ratio}
+        if isinstance(self.decider, Gain) and ctx.targets is not None:
+            counted = (ctx.targets >= 0).float()  # elsewhere no loss is taken
+            errors = (score - gain_target(self._skipping_costs(hidden, ctx))).square()
+            return {"gain": (errors * counted).sum() / counted.sum()}
+        return {}
+
+    @torch.no_grad()
+    def _skipping_costs(self, hidden: Tensor, ctx: Context) -> Tensor:
+        """`[batch, time]`: how much higher a token's loss is where no token takes the span than where all do."""
+        assert ctx.readout is not None
+        assert ctx.targets is not None
+        _, span, after = self._stages()
+        losses = []
+        for state in (hidden, _through(span, hidden, ctx)):
+            logits = ctx.readout(_through(after, state, ctx)).float()
+            losses.append(F.cross_entropy(logits.flatten(0, 1), ctx.targets.flatten(), reduction="none"))
+        return (losses[0] - losses[1]).view_as(ctx.targets)
+
+    # -- what others ask
+
+    def sites(self, keys: int) -> tuple[Site, ...]:
+        sites = []
+        for n, block in enumerate(blocks_of(self.blocks)):
+            name, router = f"block {n}", self.decider.flops if n == self.span.start else 0
+            if n not in self.span:
+                sites.append(block.site(name, keys, routed=False))
+            elif self.knobs.keys == "all":
+                sites.append(block.site(name, keys, routed=True, router=router))
+            else:
+                site = among_site(block, name, keys, router=router)
+                sites.append(replace(site, per_key=block.attention.key_flops))
+        return tuple(sites)
+
+    def routers(self) -> list[nn.Module]:
+        return self.decider.routers()
+
+    def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
+        if isinstance(self.decider, WordEnds):
+            self.decider.read_vocabulary(spellings)
+
+    @classmethod
+    def dial(cls, model: ModelConfig, config: SpanConfig) -> Dial | None:
+        if config.decide in ("rule", "dice"):
+            return None
+        return Dial("budget", CURVE, config.budget, calibrated=True, trained=False)
+
+    def live_thresholds(self) -> Tensor:
+        return self.threshold.expand(len(self.span))
+
+    def set_thresholds(self, values: list[float]) -> None:
+        self.threshold.fill_(values[0])
+
+
+def _through(blocks: Iterable[Block], hidden: Tensor, ctx: Context) -> Tensor:
+    for block in blocks:
+        hidden = block(hidden, ctx)
+    return hidden
+
+
+def _finite(threshold: Tensor) -> Tensor:
+    """Below infinity, so that tokens that are always active exceed it."""
+    return threshold.clamp(max=torch.finfo(threshold.dtype).max)

@@ -1,0 +1,196 @@
+"""Who takes a span: a score for every token, from what has been read of its text. One class a way to decide.
+
+`Score`, `Boundary` and `Gain` are learned, and read what the span's first norm makes of the state before scale and
+shift. `WordEnds` is a rule on the token, `Dice` the control. `Boundary` is H-Net's (Hwang et al. 2025):
+
+    p_t = (1 - cos(W_q h_t, W_k h_{t-1})) / 2,   p_1 = 1;   a token is active where p_t > 0.5
+    ratio loss = N / (N - 1) ((N - 1) F G + (1 - F)(1 - G)),   N = 1 / budget, F the mean of active_t, G that of p_t
+
+Its encoder, its linear residual and its loss's weight apart, which are the model's, the span's and a knob's here.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokendepth.config import ModelConfig, SpanConfig
+from tokendepth.context import Context
+from tokendepth.layers.routers import Router
+
+QUANTILE = "the quantile of the scores, which is the threshold while training"
+
+
+class Decider(nn.Module):
+    calibrated = True
+    """Whether the threshold is set so that a named share of the tokens exceeds it; else it is fixed."""
+    statistic: str | None = QUANTILE
+    """What training takes over a micro-batch as a whole, as `Method.batch_statistic`."""
+    threshold = 0.0
+    """Until it is calibrated."""
+    flops = 0
+    """Of one token."""
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        """`[batch, time, d] -> [batch, time]`, the higher the sooner active."""
+        raise NotImplementedError
+
+    def weight(self, score: Tensor) -> Tensor | None:
+        """What an active token keeps of its update; None: all of it."""
+        return None
+
+    def probability(self, score: Tensor, threshold: Tensor | float) -> Tensor:
+        """Of being active; what of a smoothed update is an active token's own."""
+        raise NotImplementedError
+
+    def routers(self) -> list[nn.Module]:
+        return [self]
+
+
+class Score(Decider):
+    """s = -r(norm(h)). Weighing the update by it is how the router learns; straight-through gradients lose more."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.router = Router(model.d_model)
+        self.flops = self.router.flops
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        return -self.router(x)
+
+    def weight(self, score: Tensor) -> Tensor | None:
+        return torch.sigmoid(score)
+
+    def probability(self, score: Tensor, threshold: Tensor | float) -> Tensor:
+        return torch.sigmoid(score - threshold)
+
+    def routers(self) -> list[nn.Module]:
+        return [self.router]
+
+
+class Gain(Score):
+    """The same router, trained by regression on `gain_target`; no gradient of it reaches the state."""
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        return -self.router(x.detach())
+
+    def weight(self, score: Tensor) -> None:
+        return None
+
+
+class Boundary(Decider):
+    threshold = 0.5
+
+    def __init__(self, model: ModelConfig, config: SpanConfig) -> None:
+        super().__init__()
+        if config.ratio_loss:
+            self.statistic = "the share of boundaries, which the ratio loss compares with the wanted one"
+        self.query, self.key = (nn.Linear(model.d_model, model.d_model, bias=False) for _ in range(2))
+        for projection in (self.query, self.key):  # nearly the identity: at first a boundary is where states differ
+            nn.init.normal_(projection.weight, std=0.02)
+            projection.weight.data += torch.eye(model.d_model)
+        self.flops = 2 * (self.query.weight.numel() + self.key.weight.numel())
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        assert ctx.positions is not None
+        exact = torch.promote_types(x.dtype, torch.float32)
+        q, k = self.query(x).to(exact), self.key(x).to(exact)
+        before = torch.zeros_like(k[:, 0]) if ctx.cache is None else ctx.cache.state("boundary key", like=k[0, 0])
+        latest = k if ctx.valid is None else carry_on(k * ctx.valid[..., None], ~ctx.valid, before)
+        previous = torch.cat([before[:, None], latest[:, :-1]], 1)
+        if ctx.cache is not None:
+            ctx.cache.remember("boundary key", latest[:, -1])
+        p = (1 - F.cosine_similarity(q, previous, dim=-1)) / 2
+        return torch.where(ctx.positions == 0, 1.0, p)
+
+    def probability(self, score: Tensor, threshold: Tensor | float) -> Tensor:
+        return score
+
+    def confidence(self, p: Tensor, active: Tensor) -> Tensor:
+        """1, with the gradient of the probability of what was decided."""
+        probability = torch.where(active, p, 1 - p)
+        return 1 + probability - probability.detach()
+
+
+class WordEnds(Decider):
+    """Active are all tokens but those of letters and digits alone.
+
+    Of characters and bytes these end words. Of BPE, whose words begin with the space before them, they begin words:
+    where one ends is not known before the next token. A byte that is only a part of a character counts as a letter.
+    """
+
+    calibrated, statistic, threshold = False, None, 0.5
+    ends: Tensor
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.register_buffer("ends", torch.zeros(model.vocab_size, dtype=torch.bool))
+
+    def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
+        self.ends.copy_(torch.tensor([ends_word(spelling) for spelling in spellings]))
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        assert ctx.ids is not None
+        return self.ends[ctx.ids].float()
+
+
+class Dice(Decider):
+    """Numbers in [0, 1) that say nothing of use: a hash of the token and its position, however it is batched."""
+
+    calibrated, statistic = False, None
+
+    def __init__(self, config: SpanConfig) -> None:
+        super().__init__()
+        self.threshold = 1 - config.budget
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        assert ctx.ids is not None
+        assert ctx.positions is not None
+        number = ctx.ids * 40_503 + ctx.positions * 2_654_435_761
+        number = (number ^ (number >> 15)) * 2_246_822_519
+        return ((number ^ (number >> 13)) % 2**16) / 2**16
+
+    def routers(self) -> list[nn.Module]:
+        return []
+
+
+def make_decider(model: ModelConfig, config: SpanConfig) -> Decider:
+    if config.decide == "boundary":
+        return Boundary(model, config)
+    if config.decide == "rule":
+        return WordEnds(model)
+    if config.decide == "dice":
+        return Dice(config)
+    return Score(model) if config.decide == "score" else Gain(model)
+
+
+def ends_word(spelling: bytes) -> bool:
+    try:
+        return not spelling.decode().isalnum()
+    except UnicodeDecodeError:
+        return False
+
+
+def ratio_loss(p: Tensor, active: Tensor, budget: float, ctx: Context) -> Tensor:
+    """1 where as many tokens as wanted are active and probable; more where more are, or fewer."""
+    n, f, g = 1 / budget, ctx.mean(active.to(p.dtype)), ctx.mean(p)
+    return n / (n - 1) * ((n - 1) * f * g + (1 - f) * (1 - g))
+
+
+def gain_target(cost: Tensor) -> Tensor:
+    """What a token's loss rises by without the span, in a scale in which rare large ones do not drown the others."""
+    return cost.sign() * torch.log1p(10 * cost.abs())
+
+
+def carry_on(fresh: Tensor, keep: Tensor, before: Tensor | None = None) -> Tensor:
+    """c_t = fresh_t + keep_t c_{t-1} for `fresh` `[batch, time, d]` and `keep` `[batch, time]`; c_0 is `before`, or 0.
+
+    Over distances of 1, 2, 4, ... tokens: log2(time) passes instead of a step for every token.
+    """
+    keep, distance = keep[..., None].to(fresh.dtype), 1
+    while distance < fresh.shape[1]:
+        fresh = torch.cat([fresh[:, :distance], fresh[:, distance:] + keep[:, distance:] * fresh[:, :-distance]], 1)
+        keep = torch.cat([keep[:, :distance], keep[:, distance:] * keep[:, :-distance]], 1)
+        distance *= 2
+    return fresh if before is None else fresh + keep * before[:, None]

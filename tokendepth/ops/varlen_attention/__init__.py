@@ -1,0 +1,22 @@
+"""Causal attention within sequences of different lengths, whose rows follow one another without padding."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tokendepth.ops.varlen_attention.eager import eager as varlen_attention
+
+__all__ = ["Varlen", "varlen_attention"]
+
+
+class Varlen(NamedTuple):
+    """Which rows of `[n, ...]` belong to which sequence."""
+
+    counts: Tensor
+    """`[batch]`: rows of each sequence."""
+    lengths: Tensor
+    """`[batch]`: keys of each sequence, those of earlier passes included; its rows are the last of them."""
+    sequence: Tensor
+    """`[n]`: which sequence each row is of."""
+    columns: Tensor
+    """`[n]`: where it stands in that sequence."""

@@ -1,0 +1,67 @@
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokendepth.ops.launch import compiles_inference
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
+    """As `reference`, by the library: on a CPU a call per sequence, on a GPU one for all, padded to the longest."""
+    attend = torch.ops.tokendepth.varlen_attention if compiles_inference() else _attend
+    return attend(q, k, v, counts, lengths)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
+    if not len(q):
+        return torch.empty_like(q)
+    return (_padded if _launches_cost(q) else _by_sequence)(q, k, v, counts, lengths)
+
+
+def _launches_cost(q: Tensor) -> bool:
+    return q.is_cuda
+
+
+def _by_sequence(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
+    found, start, grouped = [], 0, q.shape[1] != k.shape[1]
+    for b, (rows, keys) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
+        if rows:
+            own, start = slice(start, start + rows), start + rows
+            k_b, v_b = (x[own].transpose(0, 1) if x.dim() == 3 else x[b, :, :keys] for x in (k, v))
+            seen = None
+            if 1 < rows < keys:  # a lone row is the last of its sequence and sees all of it
+                seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+            q_b, causal = q[own].transpose(0, 1), 1 < rows == keys
+            attended = F.scaled_dot_product_attention(
+                q_b[None], k_b[None], v_b[None], seen, is_causal=causal, enable_gqa=grouped
+            )
+            found.append(attended[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
+    batch, rows, keys = len(counts), *torch.stack([counts.max(), lengths.max()]).tolist()
+    sequence = torch.arange(batch, device=q.device).repeat_interleave(counts, output_size=len(q))
+    place = torch.arange(len(q), device=q.device) - (counts.cumsum(0) - counts)[sequence]
+
+    def spread(x: Tensor) -> Tensor:
+        """`[batch, head, rows, width]`"""
+        return x.new_zeros(batch, rows, *x.shape[1:]).index_put((sequence, place), x).transpose(1, 2)
+
+    seen = None
+    if k.dim() == 3:  # padding comes last, so that no row looks as far
+        k, v = spread(k), spread(v)
+    else:
+        k, v = k[:, :, :keys], v[:, :, :keys]
+        own = (lengths - counts)[:, None] + torch.arange(rows, device=q.device)
+        seen = (torch.arange(keys, device=q.device) <= own[..., None])[:, None]
+    out = F.scaled_dot_product_attention(
+        spread(q), k, v, seen, is_causal=seen is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2)[sequence, place]
+
+
+# To a compiler this is one op: its lengths are known only when it runs.
+_library = torch.library.Library("tokendepth", "FRAGMENT")
+_library.define("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor counts, Tensor lengths) -> Tensor")
+_library.impl("varlen_attention", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("tokendepth::varlen_attention", lambda q, *_: q.new_empty(q.shape), lib=_library)

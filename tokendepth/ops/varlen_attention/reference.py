@@ -1,0 +1,25 @@
+import torch
+from torch import Tensor
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
+    """One attention row after the other, written as the definition reads.
+
+    q: `[n, head, width]`, the rows of each sequence after those of the one before. k, v: rows like q's, `[n, kv head,
+    width]`, or what a cache holds, `[batch, kv head, columns, width]`; each kv head serves as many heads as there are
+    for one. counts: `[batch]`, rows of each sequence. lengths: `[batch]`, its keys, of which its rows are the last; as
+    many as rows where k and v are rows. Returns `[n, head, width]`.
+    """
+    out, group, row = torch.empty_like(q), q.shape[1] // k.shape[1], 0
+    for b, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
+        first = row
+        for position in range(length - count, length):
+            for head in range(q.shape[1]):
+                if k.dim() == 3:
+                    keys, values = (x[first : first + position + 1, head // group] for x in (k, v))
+                else:
+                    keys, values = (x[b, head // group, : position + 1] for x in (k, v))
+                scores = keys @ q[row, head] / q.shape[2] ** 0.5
+                out[row, head] = scores.softmax(0) @ values
+            row += 1
+    return out
