@@ -89,9 +89,11 @@ def _span(decider: str) -> Contender:
         "2 + 8 + 2 layers": "model.n-layer=12:method.begin=2:method.length=8",
         "3 + 4 + 2 layers": "model.n-layer=9:method.begin=3:method.length=4",
     }
+    carry = "smooth" if decider == "boundary" else "last"  # as H-Net has it
+    fixed = f"method.budget=0.25:method.decide={decider}:method.carry={carry}"
     return Contender(
         f"span_{decider}", DECIDERS[decider], "span", "length of the span", "how much depth one decision stands for",
-        {words: f"{shape}:method.budget=0.25:method.decide={decider}" for words, shape in shapes.items()},
+        {words: f"{shape}:{fixed}" for words, shape in shapes.items()},
     )  # fmt: skip
 
 

@@ -32,6 +32,11 @@ TOKENS = 2**20
 SEEDS = 3
 LAYERS = (6, 3, 4, 8, 12)
 """Of dense models; six first, which others are compared with by name."""
+DICE = {
+    "budget": ("random routing", "random", {"method.routing": "random"}),
+    "span_rule": ("span by dice", "span_dice", {"method.decide": "dice"}),
+}
+"""Controls: what was chosen for a contender, and dice in its router's place."""
 ORDER = ("dense", "mod", "budget", "span_rule", "span_boundary")
 """Contenders whose runner-up is trained at full length too."""
 
@@ -65,9 +70,10 @@ def entries(search: Search, *, quick: bool = False) -> list[Entry]:
         choice = search.choice(one)
         if one is not DENSE and choice is not None:
             found.append(_entry(choice, f"{one.title}, {choice.value}", one.name, search.target))
-            if one.name == "budget":
-                dice = _entry(choice, f"random routing, {choice.value}", "random", None)
-                found.append(replace(dice, config=override(dice.config, {"method.routing": "random"})))
+            if one.name in DICE:
+                title, method, change = DICE[one.name]
+                dice = _entry(choice, f"{title}, {choice.value}", method, None)
+                found.append(replace(dice, config=override(dice.config, change)))
     return [replace(entry, config=miniature(entry.config)) for entry in found] if quick else found
 
 

@@ -36,7 +36,8 @@ NOTES = """\
   would be by full rows stands beside it. Other methods mask keys, and are counted by full rows always.
 - **training FLOPs**: per token, forward and backward, counted as they are dispatched; all train on as many tokens.
 - **K/V bytes**: keys and values per token in float32, in the cache after reading test text; first seed.
-- `random routing` has the budget, layers and rate that the search chose for budget routing, and throws dice.
+- `random routing` has the budget, layers and rate that the search chose for budget routing, and throws dice; `span by
+  dice` those of span routing by a rule.
 """
 
 

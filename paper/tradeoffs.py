@@ -28,6 +28,7 @@ LOOKS = {
     "span_rule": ("span by a rule", BLUE, "D"),
     "span_boundary": ("span by learned boundaries", GREEN, "D"),
     "span_gain": ("span by what skipping costs", VERMILLION, "D"),
+    "span_dice": ("span by dice", INK, "+"),
     "span_score": ("span by a learned score", ORANGE, "D"),
 }
 
