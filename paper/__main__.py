@@ -1,4 +1,4 @@
-"""The paper beside the package: python -m paper reproduce, compare, search, depth and pages."""
+"""The paper beside the package: python -m paper reproduce, compare, search, depth, spans, times and pages."""
 
 import dataclasses
 import sys
@@ -138,10 +138,58 @@ class Depth:
         _tell_of_depth(self, depth)
 
 
-def _tell_of_depth(command: "Search | Depth", study: "Callable[..., Progress]") -> None:
+@dataclass(frozen=True)
+class Spans:
+    """Span routing beside dense models with more training, a longer context and more width: does the gap grow?
+
+    What has its row in results/ is not repeated.
+    """
+
+    seeds: int = 3
+    """How many seeds each, from 0; fewer than three prove nothing."""
+    quick: bool = False
+    """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
+    max_minutes: float | None = None
+    """Stop cleanly after this many minutes; the same line goes on."""
+    workers: int | None = None
+    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
+    out: Path = Path("runs/spans")
+    """Folder of the run folders."""
+    results: Path | None = None
+    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+
+    def __call__(self) -> None:
+        from paper.spans import spans
+
+        _tell_of_depth(self, spans)
+
+
+@dataclass(frozen=True)
+class Times:
+    """The time of a training step of what `depth` trains, with nothing else on the device."""
+
+    quick: bool = False
+    """A miniature of everything on this CPU: how it works, not what comes out."""
+    max_minutes: float | None = None
+    """Stop cleanly after this many minutes; the same line goes on."""
+    device: str = "auto"
+    """auto takes the GPU where there is one."""
+    results: Path = Path("results")
+    """Folder of the rows. The page goes to docs/ beside it."""
+
+    def __call__(self) -> None:
+        from paper.times import times
+
+        _tell_of_depth(self, times)
+
+
+def _tell_of_depth(command: "Search | Depth | Spans | Times", study: "Callable[..., Progress]") -> None:
     from paper.depth_page import write
 
-    results = command.results or (command.out / "results" if command.quick else Path("results"))
+    results = command.results
+    if results is None:
+        assert not isinstance(command, Times)
+        results = command.out / "results" if command.quick else Path("results")
     settings: dict[str, Any] = {f.name: getattr(command, f.name) for f in dataclasses.fields(command)}
     done = study(**{**settings, "results": results})
     print(write(results, results.parent / "docs" / "WHERE_DEPTH_PAYS.md", quick=command.quick))
@@ -178,7 +226,7 @@ class Pages:
 PAPER = program(
     "python -m paper",
     "The paper reproduced, every method compared, and their pages.",
-    (Reproduce, Compare, Search, Depth, Pages),
+    (Reproduce, Compare, Search, Depth, Spans, Times, Pages),
 )
 
 if __name__ == "__main__":

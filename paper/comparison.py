@@ -16,9 +16,13 @@ from tokendepth.runs.files import disk_faults, write_bytes
 HEAD = f"""\
 # Every method, compared
 
-Every system of the paper, trained by one recipe, executed sparsely (what a token skips is not computed) and measured in
-one way. This page is generated from [results/](../results/) by `make readme`, and a test fails when it is stale. Its
-rows come from `python -m paper compare`; what has no row yet is `not run`. What each method is: [methods/](methods/).
+Every system of the paper, trained with the same optimiser, learning rate (3e-4), batches and number of steps but for
+what [the notes](#what-to-know) say, executed sparsely (what a token skips is not computed) and measured in one way, on
+validation text. **Only budget routing was tuned**, on this same text; the others ran at one or two settings.
+[WHERE_DEPTH_PAYS.md](WHERE_DEPTH_PAYS.md) gives every method the same search, and reports on test text.
+
+This page is generated from [results/](../results/) by `make readme`, and a test fails when it is stale. Its rows come
+from `python -m paper compare`; what has no row yet is `not run`. What each method is: [methods/](methods/).
 
 **Matched parameters** holds what has the dense model's parameters within {SAME_PARAMETERS:.0%}. Methods that share
 weights between layers get a wider feed-forward network for it; Switch, whose experts multiply them, a narrower one.
@@ -45,6 +49,8 @@ NOTES = """\
 - Budget and random routing are trained by two passes a step at budgets that are drawn on Tiny-Shakespeare, by one pass
   at 0.4 on enwik8, where two passes and drawn budgets cost quality ([log](LOG.md)). So one model serves every budget on
   the first only.
+- The row of budget routing on enwik8 is older than the calibration that looks at as much text as a share needs: fewer
+  tokens are active than were named.
 - `two passes` skips nothing: routers keep and weigh all tokens, trained as budget routing is on Tiny-Shakespeare, by
   two passes a step that are drawn together. `half the batch` is budget routing at the training cost of a dense step.
 """

@@ -6,6 +6,7 @@ spending more. Only a learning rate and a knob are chosen, by `search.py`; all e
 trains by two passes: only budget routing has them, and on this text they cost it quality (docs/LOG.md).
 """
 
+import typing
 from dataclasses import dataclass, replace
 
 from paper import tables
@@ -20,7 +21,7 @@ MODEL = ModelConfig(
 RATES = (1e-3, 2e-3, 4e-3, 3e-4)
 """The most promising first: a search that is cut short has it for everybody. 3e-4 is what all rows before had, 1e-3 was
 better by 7 to 8% on enwik8, one of the papers takes 3e-3; each is two to three times its neighbour."""
-SHORT, LONG = 800, 4000
+SHORT, LONG = 600, 4000
 """Steps of a run of the search, and of one that is reported."""
 
 
@@ -66,6 +67,36 @@ THIN = Contender(
     },
 )  # fmt: skip
 ONE_PASS = "method.dial=False:method.distill=0"
+DECIDERS = {
+    "rule": "span by a rule on the text",
+    "boundary": "span by learned boundaries",
+    "gain": "span by what skipping costs",
+    "score": "span by a learned score",
+}
+"""Of span routing, with their titles; each is a contender of its own: who decides is the question."""
+
+
+def _spans() -> tuple[Contender, ...]:
+    """Those deciders that the method has by now."""
+    if "span" not in METHOD_CONFIGS:
+        return ()
+    known = typing.get_args(typing.get_type_hints(METHOD_CONFIGS["span"])["decide"])
+    return tuple(_span(decider) for decider in DECIDERS if decider in known)
+
+
+def _span(decider: str) -> Contender:
+    shapes = {
+        "2 + 8 + 2 layers": "model.n-layer=12:method.begin=2:method.length=8",
+        "3 + 4 + 2 layers": "model.n-layer=9:method.begin=3:method.length=4",
+    }
+    carry = "smooth" if decider == "boundary" else "last"  # as H-Net has it
+    fixed = f"method.budget=0.25:method.decide={decider}:method.carry={carry}"
+    return Contender(
+        f"span_{decider}", DECIDERS[decider], "span", "length of the span", "how much depth one decision stands for",
+        {words: f"{shape}:{fixed}" for words, shape in shapes.items()},
+    )  # fmt: skip
+
+
 CONTENDERS = (
     DENSE,
     THIN,
@@ -113,13 +144,17 @@ CONTENDERS = (
         "switch", "Switch", "switch", "experts", "how many networks there are to choose from; it saves no depth",
         {f"{n} experts": f"model.n-layer=6:method.experts={n}" for n in (4, 8)},
     ),
+    *_spans(),
 )  # fmt: skip
 
 
 def miniature(config: RunConfig) -> RunConfig:
-    """The same experiment at a size that a CPU trains in a fraction of a second, with its own layers and rate."""
+    """The same experiment at a size that a CPU trains in a fraction of a second; what is larger stays larger."""
     small = tables.miniature(config, layers=config.model.n_layer)
-    steps = small.train.steps // 2 if config.train.steps == SHORT else small.train.steps
+    wider, longer = max(1, config.model.d_model // MODEL.d_model), config.model.context // MODEL.context
+    shape = {"d_model": wider * small.model.d_model, "context": longer * small.model.context}
+    steps = max(2, small.train.steps * config.train.steps // LONG)
     train = replace(small.train, lr=config.train.lr, steps=steps, eval_every=steps, checkpoint_every=steps)
     # A text that is soon read: training ends with a validation.
-    return replace(small, data=replace(small.data, corpus=f"text:{PAPER}"), train=train)
+    data = replace(small.data, corpus=f"text:{PAPER}")
+    return replace(small, data=data, model=replace(small.model, **shape), train=train)

@@ -11,6 +11,7 @@ it shows whether short runs order settings as long ones do.
 import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from paper import contenders, grid, tables
 from paper.contenders import DENSE, LONG, Contender, miniature
@@ -19,19 +20,24 @@ from paper.grid import Deadline, Progress, same
 from paper.outcomes import Outcomes
 from paper.search import Search, Tried
 from paper.settings import Comparison, Setting
-from tokendepth.config import RunConfig, override
+from tokendepth.config import RunConfig, from_dict, override
 from tokendepth.errors import UserError
-from tokendepth.methods import dial_of
+from tokendepth.methods import dial_of, outline
 from tokendepth.runs.results import Row, read_rows
 from tokendepth.runs.run import Run
 from tokendepth.training.progress import console
 
-ROWS = "depth.json"
+ROWS, TIMES = "depth.json", "step_times.json"
 TOKENS = 2**20
 SEEDS = 3
 LAYERS = (6, 3, 4, 8, 12)
 """Of dense models; six first, which others are compared with by name."""
-ORDER = ("dense", "thin", "mod", "budget", "itt")
+DICE = {
+    "budget": ("random routing", "random", {"method.routing": "random"}),
+    "span_rule": ("span by dice", "span_dice", {"method.decide": "dice"}),
+}
+"""Controls: what was chosen for a contender, and dice in its router's place."""
+ORDER = ("dense", "mod", "budget", "span_rule", "span_boundary")
 """Contenders whose runner-up is trained at full length too."""
 
 
@@ -64,9 +70,10 @@ def entries(search: Search, *, quick: bool = False) -> list[Entry]:
         choice = search.choice(one)
         if one is not DENSE and choice is not None:
             found.append(_entry(choice, f"{one.title}, {choice.value}", one.name, search.target))
-            if one.name == "budget":
-                dice = _entry(choice, f"random routing, {choice.value}", "random", None)
-                found.append(replace(dice, config=override(dice.config, {"method.routing": "random"})))
+            if one.name in DICE:
+                title, method, change = DICE[one.name]
+                dice = _entry(choice, f"{title}, {choice.value}", method, None)
+                found.append(replace(dice, config=override(dice.config, change)))
     return [replace(entry, config=miniature(entry.config)) for entry in found] if quick else found
 
 
@@ -116,21 +123,34 @@ def depth(
     if waiting and show:
         line = f"not searched to the end, so left out: {', '.join(waiting)}; run: python -m paper search"
         console.print(line, markup=False, soft_wrap=True)
-    tokens = tables.MINIATURE_TOKENS if quick else TOKENS
-    how = {"workers": workers, "tokens": tokens, "split": "test", "here": quick, "show": show, "also": _costs}
-    done = grid.fill(configs, out, results / ROWS, Deadline.after(max_minutes), **how)
+    how = {"workers": workers, "quick": quick, "show": show}
+    done = fill_on_test(configs, out, results / ROWS, Deadline.after(max_minutes), **how)
     done.left += [f"the search of {title}" for title in waiting]
     return done
 
 
+def fill_on_test(
+    configs: dict[str, RunConfig], out: Path, path: Path, deadline: Deadline, *, quick: bool, **how: Any
+) -> Progress:
+    """Rows of test text, each with what its model costs."""
+    tokens = tables.MINIATURE_TOKENS if quick else TOKENS
+    return grid.fill(configs, out, path, deadline, tokens=tokens, split="test", also=_costs, here=quick, **how)
+
+
 def _costs(run: Run) -> Row:
     """What a row holds besides its evaluation; keys and values of the first seed alone, on this CPU."""
-    found: Row = {"training_flops_per_token": _training_flops(replace_seed(run.config))}
-    return found | (_keys_and_values(run) if run.config.train.seed == 0 else {})
+    first = replace(run.config, train=replace(run.config.train, seed=0))
+    narrower = _full_rows(run) - (run.evaluation or {})["flops_per_token"]
+    found: Row = {"training_flops_per_token": _training_flops(first), "narrower_rows_flops_per_token": narrower}
+    return found | (_keys_and_values(run) if run.config == first else {})
 
 
-def replace_seed(config: RunConfig, seed: int = 0) -> RunConfig:
-    return replace(config, train=replace(config.train, seed=seed))
+def _full_rows(run: Run) -> float:
+    """FLOPs per token as executed, but for rows of attention as wide as the context, wherever they were packed."""
+    model, shares = outline(run.config), (run.evaluation or {})["sparse"]["active_fraction_per_site"]
+    sites = model.method.sites(run.config.model.context)
+    spent = (site.always + site.router + share * site.active for site, share in zip(sites, shares, strict=True))
+    return model.head_flops + sum(spent)
 
 
 @functools.cache
@@ -157,10 +177,22 @@ def _keys_and_values(run: Run) -> Row:
 
 def outcomes(results: Path, *, quick: bool = False) -> tuple[Outcomes, list[Entry]]:
     """Numbers over seeds of every entry, and the entries."""
-    found, path = entries(Search.read(results, quick=quick), quick=quick), results / ROWS
-    comparison = Comparison("enwik8, bytes", "enwik8-bytes", SEEDS, tuple(e.setting for e in found), (ROWS,), TOKENS)
-    rows = by_experiment(read_rows(path) if path.exists() else [])
-    return Outcomes(comparison, {entry.setting: entry.config for entry in found}, rows, {}), found
+    found = entries(Search.read(results, quick=quick), quick=quick)
+    return outcomes_of(found, results, ROWS), found
+
+
+def outcomes_of(found: list[Entry], results: Path, *files: str) -> Outcomes:
+    """From the rows of `files`, each with the time of a training step where that is known."""
+    comparison = Comparison("enwik8, bytes", "enwik8-bytes", SEEDS, tuple(e.setting for e in found), files, TOKENS)
+    rows = by_experiment([row for name in files for row in _rows(results / name)])
+    for timed in _rows(results / TIMES):
+        for row in rows.get(same(from_dict(timed["config"]), seed=False), {}).values():
+            row["step_ms"] = timed["step_ms"][0]
+    return Outcomes(comparison, {entry.setting: entry.config for entry in found}, rows, {})
+
+
+def _rows(path: Path) -> list[Row]:
+    return read_rows(path) if path.exists() else []
 
 
 @dataclass(frozen=True)
@@ -179,8 +211,7 @@ class Order:
 
 def order(results: Path, *, quick: bool = False) -> list[Order]:
     """Whether full length keeps the order of the search, by the validation that ends each training."""
-    search, path = Search.read(results, quick=quick), results / ROWS
-    rows = by_experiment(read_rows(path) if path.exists() else [])
+    search, rows = Search.read(results, quick=quick), by_experiment(_rows(results / ROWS))
     found = []
     for one in contenders.CONTENDERS:
         best, second = search.choice(one), runner_up(search, one)

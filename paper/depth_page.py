@@ -1,8 +1,9 @@
 """docs/WHERE_DEPTH_PAYS.md, made from results/: how all were tuned, then test losses in two tables and a figure."""
 
+import math
 from pathlib import Path
 
-from paper import contenders, search
+from paper import contenders, search, spans
 from paper.comparison import judge, table, verdicts, wrapped
 from paper.contenders import LONG, SHORT
 from paper.depth import TOKENS, Entry, Order, order, outcomes
@@ -20,23 +21,28 @@ Every method on the bytes of enwik8, tuned alike, and judged by dense models of 
 and length ({LONG:,} steps); they differ in what they do with depth. Choices were made on validation text; every loss in
 the tables of results is of the **test** split, its first {TOKENS:,} bytes, executed sparsely. Nobody trains by two
 passes: only budget routing has them, and on this text they cost it quality. This page is generated from
-[search.json](../results/search.json) and [depth.json](../results/depth.json) by `make readme`; the rows come from
-`python -m paper search` and `python -m paper depth`. What has no row yet is `not run`. The older comparison, in which
-only budget routing was tuned, is [COMPARISON.md](COMPARISON.md).
+`search.json`, `depth.json`, `step_times.json` and `spans.json` in [results/](../results/) by `make readme`; the rows
+come from `python -m paper search`, `depth`, `times` and `spans`. What has no row yet is `not run`. The older
+comparison, in which only budget routing was tuned, is [COMPARISON.md](COMPARISON.md).
 """
+SAME = 0.001
+"""FLOPs that differ by a smaller share are the same by both conventions."""
 NOTES = """\
 - **loss**: nats per byte, executed; mean ± standard deviation over n seeds.
 - **dense, same FLOPs**: on the straight line between dense models with 3, 4, 6, 8 and 12 layers of the same seeds. Up
   to 3% beyond the ends the last one stands for it; further off it is `outside`.
 - **FLOPs**: executed, per token, with routers and output head. Rows of attention are counted as wide as the context,
-  also where a method packs its tokens into a shorter sequence.
+  unless a method packs its tokens into a shorter sequence (span routing): there, as wide as that. What the difference
+  would be by full rows stands beside it. Other methods mask keys, and are counted by full rows always.
 - **training FLOPs**: per token, forward and backward, counted as they are dispatched; all train on as many tokens.
 - **K/V bytes**: keys and values per token in float32, in the cache after reading test text; first seed.
-- `random routing` has the budget, layers and rate that the search chose for budget routing, and throws dice.
+- `random routing` has the budget, layers and rate that the search chose for budget routing, and throws dice; `span by
+  dice` those of span routing by a rule.
 """
 
 
-def document(results: Path, figure: str, *, quick: bool = False) -> str:
+def document(results: Path, figures: dict[str, str], *, quick: bool = False) -> str:
+    """The whole page; `figures` are Markdown by the name of what losses are drawn over."""
     found, made = outcomes(results, quick=quick)
     parts = [
         HEAD,
@@ -46,8 +52,12 @@ def document(results: Path, figure: str, *, quick: bool = False) -> str:
         f"### Whether short runs tell\n\n{short_and_long(order(results, quick=quick))}",
         f"## At equal executed FLOPs\n\n{executed(found, made)}",
         verdicts(found) if made else "",
-        figure,
+        figures.get("", ""),
         f"## At equal training FLOPs\n\n{trained(found, made)}",
+        figures.get("training", ""),
+        f"## At equal training time\n\n{timed(found, made)}",
+        figures.get("time", ""),
+        f"## Whether the gap grows\n\n{grows(results, quick=quick)}",
         f"## How to read the tables\n\n{NOTES}",
     ]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
@@ -108,13 +118,13 @@ def short_and_long(found: list[Order]) -> str:
 
 
 def executed(found: Outcomes, made: list[Entry]) -> str:
-    titles = ["setting", "rate", "loss", "dense, same FLOPs", "difference", "", "FLOPs", "active", "parameters"]
+    titles = ["setting", "rate", "loss", "dense, same FLOPs", "difference", "", "by full rows", "FLOPs", "active"]
     rows = []
     for entry in made:
         setting, loss = entry.setting, found.stat(entry.setting, "loss")
         cells = [setting.title, f"{entry.rate:g}", show(loss)]
         if loss is None:
-            rows.append([*cells, *[""] * (len(titles) + 1 - len(cells))])
+            rows.append([*cells, *[""] * (len(titles) + 2 - len(cells))])
             continue
         flops, active, parameters = (
             found.stat(setting, name) for name in ("flops_per_token", "active_fraction", "parameters")
@@ -125,8 +135,8 @@ def executed(found: Outcomes, made: list[Entry]) -> str:
         row = found.first_row(setting) or {}
         kept = f"{row['kv_bytes_per_token']:,.0f}" if "kv_bytes_per_token" in row else DASH
         figures = [f"{flops.mean:,.0f}", f"{active.mean:.3f}", f"{parameters.mean:,.0f}", kept]
-        rows.append([*cells, *_beside(found, entry, "flops_per_token"), *figures])
-    return table([*titles, "K/V bytes"], rows)
+        rows.append([*cells, *_beside(found, entry, "flops_per_token"), _by_full_rows(found, entry), *figures])
+    return table([*titles, "parameters", "K/V bytes"], rows)
 
 
 def trained(found: Outcomes, made: list[Entry]) -> str:
@@ -136,6 +146,44 @@ def trained(found: Outcomes, made: list[Entry]) -> str:
         cells = _beside(found, entry, "training_flops") if loss else ["", "", ""]
         rows.append([entry.setting.title, show(loss), *cells, f"{flops.mean:,.0f}" if flops else ""])
     return table(["setting", "loss", "dense, same training FLOPs", "difference", "", "training FLOPs"], rows)
+
+
+def timed(found: Outcomes, made: list[Entry]) -> str:
+    """What was timed: the step of a run alone on its device, so of all runs, which are equally many steps."""
+    rows = []
+    for entry in made:
+        loss, step = found.stat(entry.setting, "loss"), found.stat(entry.setting, "step_ms")
+        if loss and step and not math.isnan(step.mean):
+            rows.append([entry.setting.title, show(loss), *_beside(found, entry, "step_ms"), f"{step.mean:.2f}"])
+    return table(["setting", "loss", "dense, same time", "difference", "", "ms per training step"], rows)
+
+
+def grows(results: Path, *, quick: bool = False) -> str:
+    rows = []
+    for scale in spans.SCALES:
+        found, made = spans.outcomes_at(results, scale, quick=quick)
+        for entry in made:
+            loss, flops = found.stat(entry.setting, "loss"), found.stat(entry.setting, "flops_per_token")
+            if loss and flops:
+                cells = [*_beside(found, entry, "flops_per_token"), _by_full_rows(found, entry)]
+                rows.append([scale.title, entry.setting.title, show(loss), *cells, f"{flops.mean:,.0f}"])
+    titles = ["scale", "setting", "loss", "dense, same FLOPs", "difference", "", "by full rows", "FLOPs"]
+    gain = spans.gain_of_doubling(results, quick=quick)
+    words = (
+        "Span routing by a rule and by the best learned decider of the search, beside dense models with 4, 6 and 8 "
+        "layers of each scale; rates as searched at width 256, times 256 / width."
+    )
+    if gain is not None:
+        words += f" Twice the steps change the loss of the dense model with six layers by {gain:+.2%}."
+    return f"{wrapped(words)}\n\n{table(titles, rows, words=2)}"
+
+
+def _by_full_rows(found: Outcomes, entry: Entry) -> str:
+    """The difference to dense models by the other convention, where there is another."""
+    packed, full = (found.stat(entry.setting, name) for name in ("flops_per_token", "full_rows_flops"))
+    if packed is None or full is None or full.mean < (1 + SAME) * packed.mean:
+        return ""
+    return _beside(found, entry, "full_rows_flops")[1]
 
 
 def _beside(found: Outcomes, entry: Entry, by: Cost) -> list[str]:
@@ -152,17 +200,18 @@ def _beside(found: Outcomes, entry: Entry, by: Cost) -> list[str]:
 
 
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
-    """The page at `path` and its figure in `figures/` beside it."""
+    """The page at `path` and its figures in `figures/` beside it."""
     with needs_report_extra(results):
-        from paper.tradeoffs import draw
+        from paper.tradeoffs import EXECUTED, TIMED, TRAINED, draw
 
-    folder, figure = path.parent / "figures", ""
+    folder, figures = path.parent / "figures", {}
     with disk_faults(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    found, made = outcomes(results, quick=quick)
-    if made and (drawing := draw(found, split="test")):
-        write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
-        write_bytes(folder / f"{drawing.name}.png", drawing.png)
-        figure = f"![](figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
-    write_bytes(path, document(results, figure, quick=quick).encode())
+    found, _ = outcomes(results, quick=quick)
+    for axis in (EXECUTED, TRAINED, TIMED):
+        if drawing := draw(found, split="test", axis=axis):
+            write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
+            write_bytes(folder / f"{drawing.name}.png", drawing.png)
+            figures[axis.name] = f"![](figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
+    write_bytes(path, document(results, figures, quick=quick).encode())
     return path

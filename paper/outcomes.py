@@ -17,7 +17,7 @@ from tokendepth.runs.results import Row, read_rows
 
 COSTS = "compare_costs.json"
 OUTSIDE = "outside"
-Cost = Literal["flops_per_token", "training_flops"]
+Cost = Literal["flops_per_token", "full_rows_flops", "training_flops", "step_ms"]
 Beside = tuple[Stat, Stat] | Literal["outside"] | None
 """Loss of dense models at the same cost and the difference to it, where dense models are on both sides of it."""
 
@@ -34,6 +34,10 @@ class Executed:
     parameters: int
     training_flops: float
     """Per token, forward and backward; not a number where the row does not say."""
+    full_rows_flops: float
+    """As `flops_per_token`, but for rows of attention as wide as the context wherever a method packs its tokens."""
+    step_ms: float
+    """Of training, alone on its device; not a number where it was not timed."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +162,11 @@ class Outcomes:
         by_seed: dict[int, list[tuple[float, float]]] = {}
         for layers in line_of:
             for one in self.executed(layers):
-                by_seed.setdefault(one.seed, []).append((getattr(one, by), one.loss))
+                if not math.isnan(cost := getattr(one, by)):
+                    by_seed.setdefault(one.seed, []).append((cost, one.loss))
         for one in self.executed(setting):
             line = sorted(by_seed.get(one.seed, []))
-            if line and len(line) == len(line_of):
+            if line and len(line) == len(line_of) and not math.isnan(getattr(one, by)):
                 yield one.loss, interpolate(line, getattr(one, by))
 
 
@@ -201,4 +206,6 @@ def _executed(seed: int, row: Row, figures: Row) -> Executed:
         flops_per_token=figures["flops_per_token"],
         parameters=row["evaluation"]["parameters"],
         training_flops=row.get("training_flops_per_token", math.nan),
+        full_rows_flops=figures["flops_per_token"] + row.get("narrower_rows_flops_per_token", 0.0),
+        step_ms=row.get("step_ms", math.nan),
     )

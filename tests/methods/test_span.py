@@ -22,7 +22,7 @@ from tokendepth.methods.span import ROOM, Span
 from tokendepth.methods.span_deciders import Boundary, WordEnds, carry_on, ends_word, gain_target, ratio_loss
 from tokendepth.model import Block, LanguageModel
 from tokendepth.runs.run import Run
-from tokendepth.train.loop import train
+from tokendepth.training.loop import train
 
 TIME, VOCABULARY = 16, 11
 MODEL = ModelConfig(d_model=32, n_layer=5, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=VOCABULARY)

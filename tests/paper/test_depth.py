@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paper import contenders, depth, depth_page
+from paper import contenders, depth, depth_page, spans
 from paper.__main__ import PAPER
 from paper.contenders import CONTENDERS, DENSE, LONG, RATES, SHORT, Contender
 from paper.search import ROWS, Search, runs
@@ -15,6 +15,7 @@ from tests.tiny import hashes
 from tokendepth.cli.main import main
 from tokendepth.config import RunConfig, to_dict
 from tokendepth.methods import METHODS, build, outline
+from tokendepth.report.summary import Stat
 from tokendepth.runs.results import read_rows
 
 MOD = next(one for one in CONTENDERS if one.name == "mod")
@@ -199,16 +200,76 @@ def test_two_tables_at_two_costs(searched):
     assert isinstance(trained, tuple)
     assert executed[0].values == pytest.approx((2.3, 2.31, 2.32))
     assert trained[0].values == pytest.approx((2.5, 2.51, 2.52))
-    page = depth_page.document(searched, "")
+    page = depth_page.document(searched, {})
     executed, trained = page.split("## At equal executed FLOPs")[1].split("## At equal training FLOPs")
     line = "| Mixture-of-Depths, 0.125, 10 layers | "
-    assert f"{line}0.0003 | 2.2100 ± 0.0100 (n=3) | 2.3100 | -4.33% ± 0.02% | better | 7,000,000 |" in executed
+    assert f"{line}0.0003 | 2.2100 ± 0.0100 (n=3) | 2.3100 | -4.33% ± 0.02% | better |  | 7,000,000 |" in executed
     assert f"{line}2.2100 ± 0.0100 (n=3) | 2.5100 | -11.95% ± 0.05% | better | 15,000,000 |" in trained
+
+
+def test_packed_rows_are_counted_both_ways(searched):
+    """Packing saved a million FLOPs a token: by full rows dense models with eight layers stand beside it."""
+    rows = long_rows(searched)
+    for row in rows:
+        if row["config"]["method"]["name"] == "mod":
+            row["narrower_rows_flops_per_token"] = 1e6
+    (searched / depth.ROWS).write_text(json.dumps(rows))
+    found, made = depth.outcomes(searched)
+    mod = next(entry for entry in made if entry.setting.method == "mod")
+    assert depth_page._by_full_rows(found, mod) == Stat((0.0, 0.0, 0.0)).text("+.2%")
+    assert not any(depth_page._by_full_rows(found, entry) for entry in made if entry is not mod)
+
+
+def test_losses_over_time_are_those_of_what_was_timed(searched):
+    (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
+    found, made = depth.outcomes(searched)
+    assert "| not run |" in depth_page.timed(found, made)
+    timed = [entry for entry in made if entry.setting.method in ("dense", "mod")]
+    rows = [{"config": to_dict(e.config), "step_ms": [e.config.model.n_layer, 1, 99]} for e in timed]
+    (searched / depth.TIMES).write_text(json.dumps(rows))
+    found, made = depth.outcomes(searched)
+    lines = depth_page.timed(found, made).splitlines()
+    assert len(lines) == 2 + len(timed)
+    assert "| 2.0100 | +9.95% ± 0.05% | worse | 10.00 |" in lines[-1], "ten layers' time"
+
+
+# --- larger ones ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", spans.SCALES, ids=lambda scale: scale.title)
+def test_a_scale_changes_one_thing_and_keeps_the_tokens_of_a_step(scale):
+    config = MOD.config("0.125, 10 layers", 2e-3, LONG)
+    grown = scale.of(config)
+    assert grown.train.batch_size * grown.model.context == 64 * 256
+    assert grown.train.lr == 2e-3 * 256 / scale.width
+    assert (grown.model.n_layer, grown.method) == (config.model.n_layer, config.method)
+    assert grown.model.width == config.model.width, "wider models have more heads"
+    changed = (grown.model.d_model != 256) + (grown.model.context != 256) + (grown.train.steps != LONG)
+    assert changed == (scale is not spans.BASE)
+
+
+def test_scales_stay_apart_in_miniature():
+    config = MOD.config("0.125, 10 layers", 2e-3, LONG)
+    small = [contenders.miniature(scale.of(config)) for scale in spans.SCALES]
+    assert len({json.dumps(to_dict(one), sort_keys=True) for one in small}) == len(spans.SCALES)
+
+
+def test_dense_models_are_there_at_every_scale_and_doubling_is_told(searched):
+    search = Search.read(searched)
+    for scale in spans.SCALES:
+        layers = [e.config.model.n_layer for e in spans.at_scale(search, scale) if e.setting.method == "dense"]
+        assert layers == [6, 4, 8]
+    (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
+    assert spans.gain_of_doubling(searched) is None, "not run"
+    six = spans.at_scale(search, spans.SCALES[2])[0]
+    (searched / spans.ROWS).write_text(json.dumps([made_up(six.config, 2.376, SIX)]))
+    assert spans.gain_of_doubling(searched) == pytest.approx(-0.01, abs=0.005)
+    assert "with six layers by -1." in depth_page.grows(searched).replace("\n", " ")
 
 
 def test_the_order_of_short_runs_is_checked_by_long_ones(searched):
     found = {one.contender.name: one for one in depth.order(searched)}
-    assert found.keys() == set(depth.ORDER)
+    assert found.keys() == set(depth.ORDER) & {one.name for one in CONTENDERS}
     assert found["mod"].long is None, "not run"
     best, second = Search.read(searched).tried[MOD][:2]
     assert found["mod"].short == pytest.approx(second.loss / best.loss - 1)
@@ -220,8 +281,8 @@ def test_the_order_of_short_runs_is_checked_by_long_ones(searched):
 
 
 def test_what_was_not_run_has_no_number(tmp_path):
-    page = depth_page.document(tmp_path, "").split("### What was chosen")[1].split("## How to read")[0]
-    assert page.count("| not run |") == len(CONTENDERS) + 3
+    page = depth_page.document(tmp_path, {}).split("### What was chosen")[1].split("## How to read")[0]
+    assert page.count("| not run |") == len(CONTENDERS) + 5
     assert "±" not in page
 
 
@@ -255,13 +316,19 @@ def test_both_commands_in_miniature(few, tmp_path, capsys):
     found = read_rows(rows / depth.ROWS)
     assert {row["evaluation"]["split"] for row in found} == {"test"}
     assert all(row["training_flops_per_token"] > 0 < row["kv_bytes_per_token"] for row in found)
-    page = (tmp_path / "docs" / "WHERE_DEPTH_PAYS.md").read_text()
-    assert "not run" not in page.split("### What was chosen")[1].split("## How to read")[0]
-    assert "figures/compare-enwik8-bytes.png" in page
+    assert all(abs(row["narrower_rows_flops_per_token"]) < 1 for row in found), "these pack nothing"
+    main(["times", "--quick", "--device", "cpu", "--results", str(rows)], PAPER)
+    main(["spans", "--quick", "--out", str(tmp_path / "spans"), "--results", str(rows)], PAPER)
+    assert len(read_rows(rows / spans.ROWS)) == 3 * len(spans.LAYERS)
+    assert len(read_rows(rows / depth.TIMES)) == len(depth.LAYERS) + 2
     before = hashes(rows)
     main(["depth", "--quick", "--out", str(tmp_path / "again"), "--results", str(rows)], PAPER)
     assert hashes(rows) == before, "what has its rows is not done again"
     assert not list((tmp_path / "again").glob("*/config.json"))
+    page = (tmp_path / "docs" / "WHERE_DEPTH_PAYS.md").read_text()
+    assert "not run" not in page.split("### What was chosen")[1].split("## How to read")[0]
+    for name in ("", "-training", "-time"):
+        assert f"figures/compare-enwik8-bytes{name}.png" in page
     assert "out of time" not in capsys.readouterr().out
 
 
@@ -274,7 +341,7 @@ def test_without_its_search_a_contender_is_left_out(few, tmp_path, capsys):
     assert not (tmp_path / "results" / depth.ROWS).exists()
 
 
-@pytest.mark.parametrize("command", ["search", "depth"])
+@pytest.mark.parametrize("command", ["search", "depth", "spans", "times"])
 def test_a_mistake_is_answered_in_one_line(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--max-minutes", "-1"], PAPER)

@@ -14,9 +14,10 @@ The paper keeps the exit loss out of its first updates; here it sees the states 
 never disturbs what they learn.
 
 A token that has left goes on costing its keys and values, which each later block projects anew from the carried state,
-as both papers do. Confidence costs the head after each block that a token runs, and the last of these reads is its
-answer; learned halting costs one product per block, and the head once. What a token has left is left out once, by the
-sites of the trace: the stem is a site of its own and in no fraction.
+as in the Depth-Adaptive Transformer; the TSA paper does not say what it did. Confidence costs the head after each block
+that a token runs, and the last of these reads is its answer; learned halting costs one product per block, and the head
+once. What a token has left is left out once, by the sites of the trace: the stem is a site of its own and in no
+fraction.
 """
 
 import torch

@@ -5,7 +5,9 @@
 The router works in float32 and, while training, on an input jittered by a factor in 1 +- `jitter`. An expert has room
 for capacity = capacity_factor * tokens / experts (eq. 3), first come first served; a token beyond that gets no
 feed-forward network at all, only its residual. There are two losses: balance, experts * sum_i f_i P_i with f_i the
-share of tokens sent to expert i and P_i its mean probability (eq. 4 to 6), and z, the mean of logsumexp(logits)^2.
+share of tokens sent to expert i and P_i its mean probability (eq. 4 to 6), and z, the mean of logsumexp(logits)^2. The
+paper adds up the losses of its switched blocks. Here each is their mean, so that a weight means the same at any depth:
+with n switched blocks, 1/n of the paper's.
 
 Whose tokens are counted is open to the implementer. Here every sequence is a group of its own, and its tokens are those
 of the model's whole context. The paper's groups span a batch; then a token's result would depend on its neighbours in

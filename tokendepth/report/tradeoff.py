@@ -32,10 +32,12 @@ def tradeoff(
     series: Sequence[Points],
     highlight: tuple[str, ...] = (),
     split: str = "validation",
+    cost: str = "million FLOPs per token, executed (head and routers included)",
 ) -> Drawing | None:
     """`dense` are labelled places on the grey line, which decide what the frame shows; without any it shows all.
 
-    With `highlight`, labels that begin otherwise are pale.
+    With `highlight`, labels that begin otherwise are pale. `split` is where the losses are from, `cost` what lies below
+    them, in millions.
     """
     series = [one for one in series if one.points]
     if not series:
@@ -63,7 +65,7 @@ def tradeoff(
         axes.xaxis.set_major_locator(FixedLocator(TICKS))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}")
-        axes.set_xlabel("million FLOPs per token, executed (head and routers included)")
+        axes.set_xlabel(cost)
         axes.set_ylabel(f"{split} loss, executed\n(nats per token)")
         legend_below(figure, handles)
         return render(figure, name, caption)

@@ -1,0 +1,118 @@
+"""Whether the gap between span routing and dense models grows: with training, with context, with width.
+
+Nothing is searched again. At each scale dense models with 4, 6 and 8 layers stand beside span routing by a rule and by
+that learned decider which did best in the search; rates are those of the search, times 256 / width. Sequences of a
+batch are fewer where they are longer, so that a step has as many tokens everywhere.
+
+    from paper.spans import spans
+    spans(max_minutes=9)                    # repeat it until nothing is left
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paper import contenders
+from paper.contenders import LONG, MODEL, miniature
+from paper.depth import ROWS as BASE_ROWS
+from paper.depth import SEEDS, Entry, entries, fill_on_test, outcomes_of
+from paper.grid import Deadline, Progress
+from paper.outcomes import Outcomes
+from paper.search import Search
+from paper.settings import Setting
+from tokendepth.config import RunConfig
+from tokendepth.errors import UserError
+
+ROWS = "spans.json"
+LAYERS = (6, 4, 8)
+RULE = "span_rule"
+
+
+@dataclass(frozen=True)
+class Scale:
+    title: str
+    width: int = MODEL.d_model
+    context: int = MODEL.context
+    steps: int = LONG
+
+    def of(self, config: RunConfig) -> RunConfig:
+        """The same model at this scale."""
+        grown, model, train = self.width // MODEL.d_model, config.model, config.train
+        shape = {"d_model": self.width, "n_head": grown * model.n_head, "d_ff": grown * model.d_ff}
+        batch = train.batch_size * model.context // self.context
+        every = {"eval_every": self.steps // 4, "checkpoint_every": self.steps}
+        return replace(
+            config,
+            model=replace(model, context=self.context, **shape),
+            train=replace(train, lr=train.lr / grown, steps=self.steps, batch_size=batch, **every),
+        )
+
+
+BASE = Scale("width 256, context 256, 4,000 steps")
+SCALES = (
+    BASE,
+    Scale("context 512", context=512),
+    Scale("8,000 steps", steps=2 * LONG),
+    Scale("width 512", width=512),
+)
+"""The dearest last: a call that is cut short has the others."""
+
+
+def at_scale(search: Search, scale: Scale, *, quick: bool = False) -> list[Entry]:
+    """Dense models, the rule and the best learned decider, as far as the search is complete."""
+    wanted = {RULE, best_learned(search)}
+    found = []
+    for entry in entries(search):
+        layers = entry.config.model.n_layer
+        if entry.setting.method in wanted or (entry.setting.method == "dense" and layers in LAYERS):
+            config = entry.config if scale == BASE else scale.of(entry.config)
+            found.append(replace(entry, config=miniature(config) if quick else config, rate=config.train.lr))
+    return found
+
+
+def best_learned(search: Search) -> str | None:
+    """The decider that came nearest to dense models in the search, the rule apart."""
+    choices = [search.choice(one) for one in contenders.CONTENDERS if one.method == "span" and one.name != RULE]
+    found = [choice for choice in choices if choice is not None]
+    return min(found, key=lambda one: one.difference).contender.name if found else None
+
+
+def spans(
+    *,
+    seeds: int = SEEDS,
+    quick: bool = False,
+    max_minutes: float | None = None,
+    out: Path = Path("runs/spans"),
+    results: Path = Path("results"),
+    workers: int | None = None,
+    show: bool = True,
+) -> Progress:
+    """Fill the rows of all scales but the first, which `depth` fills; run folders go to `out`."""
+    if seeds < 1:
+        raise UserError(f"--seeds is {seeds}; expected 1 or more")
+    if max_minutes is not None and not max_minutes > 0:
+        raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
+    search, configs = Search.read(results, quick=quick), {}
+    for scale in SCALES[1:]:
+        for entry in at_scale(search, scale, quick=quick):
+            for name, config in entry.runs(1 if quick else seeds).items():
+                configs[f"{scale.title.replace(' ', '_').replace(',', '')}-{name}"] = config
+    if not configs:
+        raise UserError(f"{results} has no complete search yet; run: python -m paper search")
+    how = {"workers": workers, "quick": quick, "show": show}
+    return fill_on_test(configs, out, results / ROWS, Deadline.after(max_minutes), **how)
+
+
+def outcomes_at(results: Path, scale: Scale, *, quick: bool = False) -> tuple[Outcomes, list[Entry]]:
+    found = at_scale(Search.read(results, quick=quick), scale, quick=quick)
+    return outcomes_of(found, results, BASE_ROWS if scale == BASE else ROWS), found
+
+
+def gain_of_doubling(results: Path, *, quick: bool = False) -> float | None:
+    """What twice the steps give the dense model with six layers: relative, mean over seeds."""
+    six = Setting("dense, 6 layers", "dense", "")
+    losses = []
+    for scale in (BASE, SCALES[2]):
+        found, made = outcomes_at(results, scale, quick=quick)
+        losses.append(found.stat(six, "loss") if any(entry.setting == six for entry in made) else None)
+    short, long = losses
+    return long.mean / short.mean - 1 if short and long else None
