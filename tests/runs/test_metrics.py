@@ -185,6 +185,7 @@ def test_where_both_are_damaged_the_weights_are_not_lost_and_what_was_there_is_k
     log = going_on(run)
     (line,) = log.restore()
     assert "rows up to here are lost, the weights are not" in line
+    assert log.restore() == []
     assert (run.path / "metrics.jsonl.aside").read_bytes() == b"rot\n"
     log.append({"step": 3})
     assert run.metrics() == [{"step": 3}]

@@ -566,7 +566,8 @@ def test_left_overs_of_a_killed_process_are_removed(saved):
     (saved.checkpoints / ".tmp-00000003-4711").mkdir()
     (saved.checkpoints / ".tmp-00000003-4711" / STATE).write_bytes(b"half")
     (saved.path / ".tmp-metrics.jsonl-4711").write_bytes(b"half")
-    assert len(left_overs(saved)) == 3
+    (saved.checkpoints / ".tmp-metrics.jsonl-4711").write_bytes(b"half")
+    assert len(left_overs(saved)) == 4
     run = Run.create(saved.path, CONFIG, resume=True)
     assert left_overs(run) == []
     assert_holds(run.load_checkpoint()[0], 2)

@@ -227,7 +227,7 @@ def put_aside(path: Path) -> Path:
     """Give whatever is at `path` another name, for its owner to find. An OSError is the caller's to tell."""
     names = (path.with_name(f"{path.name}.aside{number or ''}") for number in itertools.count())
     target = next(name for name in names if not os.path.lexists(name))
-    os.rename(path, target)
+    rename(path, target)
     return target
 
 

@@ -26,6 +26,7 @@ except ImportError:
 
 SIGNATURE = b"process "
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+TRIES = 100
 NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
 """What opening a pipe, a folder or a link says."""
 
@@ -40,8 +41,8 @@ def only_one(folder: Path) -> Iterator[None]:
                 handle = os.open(folder, os.O_RDONLY)
                 held.callback(os.close, handle)
                 _lock(handle, folder)
-            while not _lock_file(folder / LOCK, held):
-                pass
+            if not any(_lock_file(folder / LOCK, held) for _ in range(TRIES)):
+                raise _in_the_way(folder / LOCK)
         yield
 
 

@@ -38,11 +38,14 @@ class MetricsLog:
 
     def __init__(self, run: Path, noted: Facts | None = None, rows: bytes | None = None) -> None:
         """`noted` is what `facts` was at the checkpoint; checkpoints of the first format had the `rows` themselves."""
-        self.path, self.copy = run / METRICS, run / "checkpoints" / METRICS
-        self.rows, self.digest = rows, hashlib.sha256(rows or b"")
-        self.size, self.sha256 = len(rows or b""), self.digest.hexdigest()
+        self.path, self.copy, self.rows = run / METRICS, run / "checkpoints" / METRICS, rows
+        self._begin_with(rows or b"")
         if noted is not None:
             self.size, self.sha256 = noted["bytes"], noted["sha256"]
+
+    def _begin_with(self, rows: bytes) -> None:
+        self.digest = hashlib.sha256(rows)
+        self.size, self.sha256 = len(rows), self.digest.hexdigest()
 
     def restore(self) -> list[str]:
         """Make both files what they should be, before anything is appended; one line where rows had been damaged."""
@@ -83,7 +86,7 @@ class MetricsLog:
             what += f" (and is kept as {put_aside(self.path).name})"
         replace_bytes(self.path, b"")
         replace_bytes(self.copy, b"")
-        self.digest, self.size = hashlib.sha256(), 0
+        self._begin_with(b"")
         return [f"{self.path} {what}, and so was its copy: rows up to here are lost, the weights are not"]
 
     def append(self, row: Row) -> None:

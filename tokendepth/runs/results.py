@@ -6,7 +6,7 @@ from typing import Any
 
 from tokendepth.config import from_dict, to_dict
 from tokendepth.errors import UserError
-from tokendepth.runs.files import disk_faults, read_json, write_bytes
+from tokendepth.runs.files import disk_faults, make_folder, read_json, write_bytes
 
 Row = dict[str, Any]
 
@@ -25,7 +25,7 @@ def add_rows(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
         return json.dumps([_as_of_now(row, name) for name in identity], sort_keys=True)
 
     with disk_faults(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
     merged = {key(row): row for row in [*(read_rows(path) if path.exists() else []), *rows]}
     # One row a line: a changed number is a one-line difference.
     text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in merged.values()) + "\n]\n"

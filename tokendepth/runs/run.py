@@ -95,7 +95,7 @@ class Run:
         if stray and (problem := run._problem_with(config, min(stray))) and not (resume and run._was_of(config)):
             raise UserError(problem)
         remove_left_overs(run.path, OWN_NAMES)
-        remove_left_overs(run.checkpoints, "[0-9]{8,}")
+        remove_left_overs(run.checkpoints, f"[0-9]{{8,}}|{OWN_NAMES}")
         if not stray:
             write_bytes(run.path / "config.json", config_bytes(config))
         return run
