@@ -30,7 +30,7 @@ LAYERS: tuple[set[str], ...] = (
     {"methods", "data", "model"},
     {"layers", "cache", "context"},
     {"ops"},
-    {"config", "method_configs", "checks", "runs", "trace", "errors"},
+    {"config", "method_configs", "checks", "runs", "trace", "progress", "streams", "errors"},
 )
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 SATELLITES = LAYERS[4]  # these never import each other; the units of every other layer may
