@@ -112,11 +112,19 @@ def test_a_terminal_shows_a_bar_for_each_task(terminal):
         assert outer.live
         with Progress("inner", 4) as inner:
             inner.update(3, note="hard")
-            line = terminal.wait_for(r"inner +\S+ +3/4  hard +0:00:0\d +\S+")
+            line = terminal.wait_for(r"inner +\S+ +3/4 +0:00:0\d \S+ +hard")
             assert "outer [b]" in terminal.getvalue()[: line.start()]
         outer.advance()
     last = terminal.getvalue().splitlines()[-2]  # then the cursor is shown again
     assert re.search(r"outer \[b\] +\S+.* 1/2 runs +0:00:0\d", last), "the outermost bar stays"
+
+
+def test_a_narrow_terminal_cuts_the_note_short_and_no_figure(monkeypatch, terminal):
+    monkeypatch.setattr(module.console, "width", 60)
+    with Progress("task", 100, unit="steps") as progress:
+        progress.update(7, note="loss 2.345, active 0.678, 123,456 tokens/s")
+        line = terminal.wait_for(r"task +\S+ +7/100 steps +0:00:0\d \S+ +loss .*…")
+    assert len(line[0]) <= 60
 
 
 def test_bars_leave_stdout_to_the_file_it_was_sent_to(terminal, capsys):

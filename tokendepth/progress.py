@@ -20,8 +20,10 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
+from rich.text import Text
 
 from tokendepth.streams import lenient_stderr
 
@@ -51,10 +53,10 @@ class Progress:
         self._start = time.monotonic()
         with contextlib.ExitStack() as held:
             if self.show:
-                self._bars = _open[0]._bars if _open else held.enter_context(_display())
+                self._bars = _open[0]._bars if _open else held.enter_context(_display(stays=self.total is not None))
                 if self._bars:
-                    self._task = self._bars.add_task(self.title, words="")
-                    if _open:  # the outermost bar stays on the screen
+                    self._task = self._bars.add_task(self.title, count="", note="")
+                    if _open:
                         held.callback(self._bars.remove_task, self._task)
                 _open.append(self)
                 held.callback(_open.remove, self)
@@ -79,8 +81,8 @@ class Progress:
         self.total = self.total if total is None else total
         self.note = self.note if note is None else note
         if self._bars:
-            words = "  ".join(filter(None, [self._count(), self.note]))
-            self._bars.update(self._task, completed=self.done, total=self.total, words=words)
+            counts = {"completed": self.done, "total": self.total}
+            self._bars.update(self._task, **counts, count=self._count(), note=self.note)
 
     def _count(self) -> str:
         if self.total is None:
@@ -96,15 +98,32 @@ class Progress:
         console.print(f"{self.title}: {', '.join(filter(None, parts))}", markup=False, soft_wrap=True)
 
 
+class _Note(ProgressColumn):
+    """Cut short where the terminal is narrow, before anything else is."""
+
+    def __init__(self) -> None:
+        super().__init__(Column())
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")
+
+
 @contextlib.contextmanager
-def _display() -> Iterator[Bars | None]:
-    """What shows the open tasks: bars in a terminal, else a thread that prints lines."""
+def _display(*, stays: bool) -> Iterator[Bars | None]:
+    """What shows the open tasks: bars in a terminal, of which the first may stay there, else a thread that prints."""
     with lenient_stderr():
         if console.is_terminal and not console.is_dumb_terminal:
-            columns = [TextColumn("{task.description}", style="bold", markup=False), BarColumn(bar_width=20)]
-            columns += [TextColumn("{task.fields[words]}", markup=False), TimeElapsedColumn(), TimeRemainingColumn()]
+            columns = (
+                TextColumn("{task.description}", style="bold", markup=False),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[count]}", markup=False),
+                TimeElapsedColumn(Column(no_wrap=True)),
+                TimeRemainingColumn(table_column=Column(no_wrap=True)),
+                _Note(),
+            )
             # While bars move, rich would send what is printed to stdout to stderr too, past a file it was meant for.
-            with Bars(*columns, console=console, redirect_stdout=sys.stdout.isatty()) as bars:
+            to_terminal = sys.stdout.isatty()
+            with Bars(*columns, console=console, redirect_stdout=to_terminal, transient=not stays) as bars:
                 yield bars
         else:
             ended = threading.Event()
