@@ -25,7 +25,9 @@ class Heard(io.StringIO):
 
     def wait_for(self, pattern: str) -> re.Match:
         with self.changed:
-            assert self.changed.wait_for(lambda: re.search(pattern, self.getvalue()), timeout=10), self.getvalue()
+            assert self.changed.wait_for(lambda: re.search(pattern, self.getvalue()), timeout=30), self.getvalue()[
+                -500:
+            ]
         match = re.search(pattern, self.getvalue())
         assert match
         return match
