@@ -3,6 +3,7 @@
 import io
 import re
 import threading
+import time
 
 import pytest
 from rich.console import Console
@@ -38,6 +39,7 @@ def log(monkeypatch) -> Heard:
     heard = Heard()
     monkeypatch.setattr(module, "console", Console(file=heard, highlight=False))
     monkeypatch.setattr(module, "EVERY_S", 0.01)
+    monkeypatch.setattr(module, "_next_line", 0.0)
     return heard
 
 
@@ -88,6 +90,22 @@ def test_a_short_task_leaves_nothing_in_a_log(log, monkeypatch):
     with Progress("short", 2) as progress:
         progress.advance()
     assert log.getvalue() == ""
+
+
+def test_short_tasks_one_after_the_other_are_no_silence(log, monkeypatch):
+    """The line that was due when the one before ended is told of the next."""
+    monkeypatch.setattr(module, "EVERY_S", 5.0)
+    monkeypatch.setattr(module, "_next_line", time.monotonic())
+    with Progress("second"):
+        log.wait_for(r"^second: 0:00:00 elapsed\n")
+    assert module._next_line > time.monotonic() + 1, "and the following line is five seconds away"
+
+
+def test_once_all_is_done_nothing_is_said_to_be_left(log):
+    with Progress("task", 2, unit="steps") as progress:
+        progress.update(2, note="saving")
+        log.wait_for(r"task: 2/2 steps, saving, 0:00:00 elapsed\n")
+    assert "left" not in log.getvalue()
 
 
 def test_a_task_that_fails_is_closed(log):

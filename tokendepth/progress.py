@@ -6,7 +6,8 @@
             progress.advance()
 
 A task inside a task is a second bar in a terminal; a log is told of the innermost one. What takes less than five
-seconds leaves nothing in a log. A line that is to stay is printed by `console`, which knows of the bars.
+seconds leaves nothing in a log, unless it follows another task. A line that is to stay is printed by `console`, which
+knows of the bars.
 """
 
 import contextlib
@@ -33,6 +34,8 @@ console = Console(stderr=True, highlight=False)
 
 _open: list["Progress"] = []
 """The tasks that are shown, the innermost last."""
+_next_line = 0.0
+"""When a log is to hear of them, on the clock `time.monotonic`: of several short tasks as of a long one."""
 
 
 class Progress:
@@ -53,13 +56,15 @@ class Progress:
         self._start = time.monotonic()
         with contextlib.ExitStack() as held:
             if self.show:
-                self._bars = _open[0]._bars if _open else held.enter_context(_display(stays=self.total is not None))
-                if self._bars:
-                    self._task = self._bars.add_task(self.title, count="", note="")
-                    if _open:
-                        held.callback(self._bars.remove_task, self._task)
+                outermost = _open[0] if _open else None
                 _open.append(self)
                 held.callback(_open.remove, self)
+                stays = self.total is not None
+                self._bars = outermost._bars if outermost else held.enter_context(_display(stays=stays))
+                if self._bars:
+                    self._task = self._bars.add_task(self.title, count="", note="")
+                    if outermost:
+                        held.callback(self._bars.remove_task, self._task)
                 self.update()
             self._held = held.pop_all()
         return self
@@ -93,7 +98,7 @@ class Progress:
         seconds = time.monotonic() - self._start
         parts = [self._count(), self.note, f"{_clock(seconds)} elapsed"]
         taken = self.done - self._done_before
-        if self.total is not None and taken > 0:
+        if self.total is not None and taken > 0 and self.done < self.total:
             parts.append(f"about {_clock(seconds * (self.total - self.done) / taken)} left")
         console.print(f"{self.title}: {', '.join(filter(None, parts))}", markup=False, soft_wrap=True)
 
@@ -138,9 +143,12 @@ def _display(*, stays: bool) -> Iterator[Bars | None]:
 
 def _print_lines(ended: threading.Event) -> None:
     """By a thread, so that a step that takes long is no silence."""
-    while not ended.wait(EVERY_S):
-        for task in _open[-1:]:
-            task._print()
+    global _next_line
+    if time.monotonic() > _next_line + EVERY_S:  # the last task is long past
+        _next_line = time.monotonic() + EVERY_S
+    while not ended.wait(max(0.0, _next_line - time.monotonic())):
+        _open[-1]._print()
+        _next_line = time.monotonic() + EVERY_S
 
 
 def _clock(seconds: float) -> str:

@@ -67,7 +67,10 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: boo
         held.enter_context(lenient_stderr())  # nobody who looks is no reason to stop
         held.callback(torch.set_num_threads, torch.get_num_threads())
         held.callback(ranks.leave)
-        training = _Training(config, Path(out), resume, show and ranks.rank == 0, device, ranks, held)
+        show = show and ranks.rank == 0
+        # In a terminal a corpus that takes long to load has a bar of its own.
+        with Progress(f"preparing {Run(Path(out)).name}", show=show and not console.is_terminal):
+            training = _Training(config, Path(out), resume, show, device, ranks, held)
         held.enter_context(training.stop)  # from here on there is something to save
         return training.run_to_end()
 
@@ -89,7 +92,6 @@ class _Training:
             _check_batch(config.train, ranks.world)
             summary_writer = _summary_writer() if config.train.tensorboard else None
             if ranks.rank == 0:  # first: it fills the cache that the others then share
-                # In a terminal a corpus that takes long has a bar of its own.
                 with Progress(f"loading {config.data.corpus}", show=show and not console.is_terminal):
                     self.dataset = data.load(config.data)
         with ranks.agreeing():
@@ -140,12 +142,12 @@ class _Training:
 
     def _finish(self) -> None:
         if self.ranks.rank == 0:
-            self.progress.update(note="calibrating")
-            with self.optimiser_step.uncompiled():
+            with self.progress.pause("calibrating"), self.optimiser_step.uncompiled():
                 calibrate(self.model, self.dataset)
-            self.progress.update(note="saving the model")
             self._restore_files()
-            self.run.finish({name: tensor.detach().cpu().numpy() for name, tensor in self.model.state_dict().items()})
+            weights = {name: tensor.detach().cpu().numpy() for name, tensor in self.model.state_dict().items()}
+            with self.progress.pause("saving the model"):
+                self.run.finish(weights)
         self.ranks.wait()
 
     @property
@@ -271,8 +273,7 @@ class _Training:
         due = step > 0 and (step % every == 0 or step == self.config.train.steps)
         if not due or step in self.validated or self.ranks.rank != 0:
             return
-        self.progress.update(note="validating")
-        with self.optimiser_step.uncompiled():
+        with self.progress.pause("validating"), self.optimiser_step.uncompiled():
             calibrate(self.model, self.dataset, roughly=True)
             with self.optimiser_step.autocast:
                 measured = measure(self.model, self._validation_stream(), self.model)
@@ -285,7 +286,6 @@ class _Training:
             row["val_bits_per_byte"] = measured.loss / math.log(2) / bytes_per_token
         self._log(step, row)
         self.progress.validation(step, row)
-        self.progress.resume_clock()
 
     @functools.cached_property
     def _validation_batches(self) -> list[Batch]:
@@ -323,14 +323,14 @@ class _Training:
 
     def _save(self, step: int) -> None:
         if self.ranks.rank == 0 and self.saved != step:
-            self.progress.update(note="saving")
             state = {**self.optimiser_step.state(), "progress": np.array([self.tokens, self.tlops])}
             if bad := next((name for name, array in state.items() if not np.isfinite(array).all()), None):
                 raise UserError(
                     f"step {step}: {bad} is not finite, so it is not saved; the last checkpoint is intact; go on from "
                     "it with --resume; if it happens again, train anew in another --out with a lower --train.lr"
                 )
-            self.run.save_checkpoint(step, state, self.files)
+            with self.progress.pause("saving"):
+                self.run.save_checkpoint(step, state, self.files)
         self.saved = step
         self.ranks.wait()
 

@@ -1,6 +1,8 @@
 """What a person sees while training: one live line in a terminal; plain lines, and one per validation, elsewhere."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Self
 
 from tokendepth.progress import Progress, console
@@ -26,8 +28,13 @@ class TrainingProgress(Progress):
             console.print(f"{self.title}: training, {self.steps} steps", markup=False, soft_wrap=True)
         return self
 
-    def resume_clock(self) -> None:
-        """Call after a pause that is not training, such as a validation."""
+    @contextlib.contextmanager
+    def pause(self, doing: str) -> Iterator[None]:
+        """While something else is done, which does not count for the tokens per second."""
+        numbers = self.note
+        self.update(note=doing)
+        yield
+        self.update(note=numbers)
         self._clock = time.perf_counter()
 
     def step(self, step: int, tokens: int, loss: float, active_fraction: float) -> None:
