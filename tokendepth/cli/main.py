@@ -11,7 +11,8 @@ import tyro
 import tokendepth
 from tokendepth.cli.arguments import Program, check_names, checked
 from tokendepth.cli.commands import COMMANDS
-from tokendepth.errors import Interrupted, ReportedByOtherRank, UserError, is_out_of_memory
+from tokendepth.errors import Interrupted, ReaderGone, ReportedByOtherRank, UserError, is_out_of_memory
+from tokendepth.streams import standard_streams
 
 COMPLETION = "--tyro-print-completion"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
@@ -51,15 +52,21 @@ def parse(arguments: list[str], of: Program = TOKENDEPTH) -> Any:
             raise
 
 
+@standard_streams()
 def main(arguments: list[str] | None = None, of: Program = TOKENDEPTH) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments == ["--version"]:
-        print(f"tokendepth {tokendepth.__version__}")
-        return
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal cannot show is escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        parse(arguments, of)()
+        try:
+            if arguments == ["--version"]:
+                print(f"tokendepth {tokendepth.__version__}")
+            else:
+                parse(arguments, of)()
+        finally:
+            sys.stdout.flush()  # here, where it can still be answered that nobody takes it
+    except ReaderGone as gone:
+        sys.exit(gone.exit_code)
     except ReportedByOtherRank:
         sys.exit(2)
     except UserError as error:
@@ -82,11 +89,6 @@ def main(arguments: list[str] | None = None, of: Program = TOKENDEPTH) -> None:
     except KeyboardInterrupt:
         print("tokendepth: interrupted before there was anything to save", file=sys.stderr)
         sys.exit(130)
-    except (
-        BrokenPipeError
-    ):  # a reader such as `head` left early: no error of ours, but stdout must not be flushed again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
 
 
 def _refuse(line: str) -> NoReturn:

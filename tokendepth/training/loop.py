@@ -1,14 +1,15 @@
 """Train one run, from nothing or from its newest good checkpoint, so that stopping leaves no trace in the result.
 
 Weights, data order and dropout are functions of (seed, step, rank). A checkpoint is therefore weights, moments and a
-step number, and a run that was killed and resumed ends bit for bit as one that was not (on a CPU).
+step number, and a run that was killed and resumed ends bit for bit as one that was not (on the same CPU and PyTorch).
 """
 
 import contextlib
+import functools
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +23,18 @@ from tokendepth.measure.calibrate import calibrate
 from tokendepth.measure.describe import check_fits
 from tokendepth.measure.evaluate import Batch, batches, measure
 from tokendepth.methods import build
+from tokendepth.progress import Progress
 from tokendepth.runs.files import disk_faults, json_bytes
 from tokendepth.runs.lock import only_one
 from tokendepth.runs.machine import choose_device, environment
-from tokendepth.runs.run import Run, config_bytes
+from tokendepth.runs.run import Checkpoint, Run, config_bytes
+from tokendepth.streams import lenient_stderr
 from tokendepth.trace import DepthTotals
 from tokendepth.training.progress import TrainingProgress, console
 from tokendepth.training.ranks import Ranks
 from tokendepth.training.signals import StopSignals
 from tokendepth.training.step import NotFinite, OptimiserStep, Stats, cosine, fitting
+from tokendepth.training.threads import keep_threads
 
 VALIDATION_TOKENS = 2**18
 """Curves are drawn from the first tokens of the split, at most this many; `evaluate` takes all of it."""
@@ -60,8 +64,13 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: boo
     device = choose_device(config.train.device, "--train.device")
     ranks = Ranks.join(device)
     with contextlib.ExitStack() as held:
+        held.enter_context(lenient_stderr())  # nobody who looks is no reason to stop
+        held.callback(torch.set_num_threads, torch.get_num_threads())
         held.callback(ranks.leave)
-        training = _Training(config, Path(out), resume, show and ranks.rank == 0, device, ranks, held)
+        show = show and ranks.rank == 0
+        # In a terminal a corpus that takes long to load has a bar of its own.
+        with Progress(f"preparing {Run(Path(out)).name}", show=show and not console.is_terminal):
+            training = _Training(config, Path(out), resume, show, device, ranks, held)
         held.enter_context(training.stop)  # from here on there is something to save
         return training.run_to_end()
 
@@ -83,7 +92,8 @@ class _Training:
             _check_batch(config.train, ranks.world)
             summary_writer = _summary_writer() if config.train.tensorboard else None
             if ranks.rank == 0:  # first: it fills the cache that the others then share
-                self.dataset = data.load(config.data)
+                with Progress(f"loading {config.data.corpus}", show=show and not console.is_terminal):
+                    self.dataset = data.load(config.data)
         with ranks.agreeing():
             if ranks.rank > 0:
                 self.dataset = data.load(config.data)
@@ -105,32 +115,40 @@ class _Training:
             run.check_corpus(self.dataset.fingerprint)
             self._say(f"{run.path} is finished already")
             return run
-        self.model = build(self.config, self.dataset.tokenizer.spellings()).to(self.device).train()
-        if statistic := self._depends_on_the_cut():
-            self._say(
-                f"{method_name(self.config.method)} takes {statistic}, over each of {self._parts} parts of a batch on "
-                "its own: another number of micro-batches or ranks gives another gradient"
-            )
-        self.optimiser_step = OptimiserStep(self.model, config, self.device, self.ranks)
-        self.tokens, self.tlops, self.saved = 0, 0.0, None
-        self.next_batch: tuple[np.ndarray, np.ndarray] | None = None
-        first = self._restore()
+        with Progress(f"preparing {run.name}", show=self.show):
+            self.model = build(self.config, self.dataset.tokenizer.spellings()).to(self.device).train()
+            if statistic := self._depends_on_the_cut():
+                self._say(
+                    f"{method_name(self.config.method)} takes {statistic}, over each of {self._parts} parts of a batch "
+                    "on its own: another number of micro-batches or ranks gives another gradient"
+                )
+            self.optimiser_step = OptimiserStep(self.model, config, self.device, self.ranks)
+            self.tokens, self.tlops, self.saved = 0, 0.0, None
+            self.next_batch: tuple[np.ndarray, np.ndarray] | None = None
+            first = self._restore()
         with (
             contextlib.closing(self.writer) if self.writer else contextlib.nullcontext(),
             TrainingProgress(run.name, config.steps, first, show=self.show) as self.progress,
         ):
             self._validate_if_due(first)
+            if self.optimiser_step.compiled:
+                self.progress.update(note="compiling")
             for step in range(first, config.steps):
                 self._stop_if_asked(step)
                 self._step(step)
             self._stop_if_asked(config.steps)
+            self._finish()
+        return run
+
+    def _finish(self) -> None:
         if self.ranks.rank == 0:
-            with self.optimiser_step.uncompiled():
+            with self.progress.pause("calibrating"), self.optimiser_step.uncompiled():
                 calibrate(self.model, self.dataset)
             self._restore_files()
-            run.finish({name: tensor.detach().cpu().numpy() for name, tensor in self.model.state_dict().items()})
+            weights = {name: tensor.detach().cpu().numpy() for name, tensor in self.model.state_dict().items()}
+            with self.progress.pause("saving the model"):
+                self.run.finish(weights)
         self.ranks.wait()
-        return run
 
     @property
     def _parts(self) -> int:
@@ -157,6 +175,8 @@ class _Training:
                 self.optimiser_step.load_state(checkpoint.tensors, step)
                 tokens, self.tlops = fitting(checkpoint.tensors, "progress", torch.zeros(2)).tolist()
                 self.tokens, self.saved = int(tokens), step
+        if self.device.type == "cpu":
+            self._keep_threads(checkpoint)
         weights = self.run.path / "model.safetensors"
         if not checkpoint and self.ranks.rank == 0 and weights.exists():
             with disk_faults(weights):
@@ -175,8 +195,20 @@ class _Training:
         self.ranks.wait()
         return step
 
+    def _keep_threads(self, checkpoint: Checkpoint | None) -> None:
+        """Those that the run began with, even if it was killed before its first checkpoint."""
+        env = json.loads(checkpoint.files.get("env.json", b"null")) if checkpoint else self.run.env
+        begun = env.get("threads") if isinstance(env, dict) else None
+        line = keep_threads(begun, self.ranks.max(torch.get_num_threads()))
+        if checkpoint and begun is None:
+            line = "an older version began it and did not note its CPU threads: the result may differ in its last bits"
+        if line:
+            self._say(f"{self.run.path}: {line}")
+
     def _first_files(self) -> dict[str, bytes]:
         facts = {**environment(self.device), "ranks": self.ranks.world, "corpus_sha256": self.dataset.fingerprint}
+        if self.device.type == "cpu":
+            facts["threads"] = torch.get_num_threads()
         if statistic := self._depends_on_the_cut():
             facts |= {"parts_of_a_batch": self._parts, "taken_over_each_part": statistic}
         return {
@@ -242,7 +274,7 @@ class _Training:
         due = step > 0 and (step % every == 0 or step == self.config.train.steps)
         if not due or step in self.validated or self.ranks.rank != 0:
             return
-        with self.optimiser_step.uncompiled():
+        with self.progress.pause("validating"), self.optimiser_step.uncompiled():
             calibrate(self.model, self.dataset, roughly=True)
             with self.optimiser_step.autocast:
                 measured = measure(self.model, self._validation_stream(), self.model)
@@ -255,18 +287,25 @@ class _Training:
             row["val_bits_per_byte"] = measured.loss / math.log(2) / bytes_per_token
         self._log(step, row)
         self.progress.validation(step, row)
-        self.progress.resume_clock()
+
+    @functools.cached_property
+    def _validation_batches(self) -> list[Batch]:
+        """The start of the validation split."""
+        kept, tokens = [], 0
+        for batch in batches(self.dataset, "val", self.config.model.context, self.device):
+            tokens += batch[0].numel()
+            if kept and tokens > VALIDATION_TOKENS:
+                break
+            kept.append(batch)
+        return kept
 
     def _validation_stream(self) -> Iterator[Batch]:
-        """The start of the validation split; it ends early when a signal asks to stop."""
-        seen = 0
-
-        def wanted(batch: Batch) -> bool:
-            nonlocal seen
-            first, seen = seen == 0, seen + batch[0].numel()
-            return first or (seen <= VALIDATION_TOKENS and not self.stop.received)
-
-        return takewhile(wanted, batches(self.dataset, "val", self.config.model.context, self.device))
+        """It ends early when a signal asks to stop."""
+        for number, batch in enumerate(self._validation_batches):
+            if number and self.stop.received:
+                return
+            self.progress.update(note=f"validating, {number}/{len(self._validation_batches)} batches")
+            yield batch
 
     def _log(self, step: int, row: dict[str, float]) -> None:
         row = {"step": step, **row, "tokens": self.tokens, "tlops": self.tlops}
@@ -291,7 +330,8 @@ class _Training:
                     f"step {step}: {bad} is not finite, so it is not saved; the last checkpoint is intact; go on from "
                     "it with --resume; if it happens again, train anew in another --out with a lower --train.lr"
                 )
-            self.run.save_checkpoint(step, state, self.files, self.metrics)
+            with self.progress.pause("saving"):
+                self.run.save_checkpoint(step, state, self.files, self.metrics)
         self.saved = step
         self.ranks.wait()
 

@@ -1,17 +1,50 @@
 """Signals that ask a training to stop."""
 
+import contextlib
 import os
+import re
 import signal
 import threading
+from collections.abc import Collection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+CRASHES = ("SIGABRT", "SIGBUS", "SIGEMT", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
+"""Something is broken in the process itself: what it would save could not be trusted."""
+HARMLESS = (
+    "SIGCHLD", "SIGCONT", "SIGINFO", "SIGKILL", "SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGURG", "SIGWINCH",
+)  # fmt: skip
+"""They end no process, or cannot be caught. Every other one ends it (`man 7 signal`), the real-time ones too."""
+
+
+def _numbers(*names: str) -> set[int]:
+    return {getattr(signal, name) for name in names if hasattr(signal, name)}
+
+
+def ending_signals() -> Collection[int]:
+    """Those that would end this process and can be caught.
+
+    Not those that somebody ignores (`nohup` SIGHUP, Python SIGPIPE and SIGXFSZ) or has a use for, such as faulthandler.
+    """
+    ending = signal.valid_signals() - _numbers(*CRASHES, *HARMLESS) - _taken()
+    # A shell lets what it starts in the background ignore Ctrl-C; who sends one of these two to a process means it.
+    return {n for n in ending if signal.getsignal(n) is signal.SIG_DFL} | {signal.SIGINT, signal.SIGTERM}
+
+
+def _taken() -> set[int]:
+    """Ignored, or caught by whomever: Python knows only of its own handlers, Linux of all."""
+    masks = []
+    with contextlib.suppress(OSError):
+        masks = re.findall(r"^Sig(?:Ign|Cgt):\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return {n for n in signal.valid_signals() if any(int(mask, 16) >> (n - 1) & 1 for mask in masks)}
+
 
 class StopSignals:
-    """Turn the first SIGINT or SIGTERM into a request that the loop honours between steps; a SIGINT after it kills.
+    """Turn the first signal that would end the process into a request that the loop honours between steps.
 
-    Python runs a handler only between two of its own instructions, and a backward pass is one: so a thread of ours
-    hears of signals as they come.
+    A second one from the keyboard (Ctrl-C, SIGQUIT) kills. Python runs a handler only between two of its own
+    instructions, and a backward pass is one: so a thread of ours hears of signals as they come.
     """
 
     def __init__(self) -> None:
@@ -23,7 +56,7 @@ class StopSignals:
             hear, self.told = os.pipe()
             os.set_blocking(self.told, False)
             threading.Thread(target=self._kill_at_the_second, args=(hear,), daemon=True).start()
-            self.before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+            self.before = {number: signal.signal(number, self._note) for number in ending_signals()}
             self.told_before = signal.set_wakeup_fd(self.told, warn_on_full_buffer=False)
         return self
 
@@ -41,7 +74,7 @@ class StopSignals:
         asked = False
         while numbers := os.read(hear, 64):
             for number in numbers:
-                if asked and number == signal.SIGINT:
+                if asked and number in _numbers("SIGINT", "SIGQUIT"):
                     os._exit(128 + number)
-                asked = asked or number in (signal.SIGINT, signal.SIGTERM)
+                asked = asked or number in self.before
         os.close(hear)

@@ -73,8 +73,10 @@ class Train:
     """Go on with the run in --out, or start it where there is none: repeat the same line until it is done."""
 
     def __call__(self) -> None:
-        from tokendepth.training.loop import train
+        from tokendepth.progress import Progress
 
+        with Progress("loading PyTorch"):
+            from tokendepth.training.loop import train
         config = _config(self.recipe)
         out = self.out or Path("runs") / f"{config.recipe}-{config.train.seed}"
         run = train(config, out, resume=self.resume)
@@ -110,22 +112,25 @@ class Evaluate:
         run = Run.open(self.run)
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "json")}
         result = evaluate(run, **settings)
-        # Printed before it is kept: a full disk must not swallow what took minutes to measure.
-        if self.json:
-            print(json.dumps(result, allow_nan=False))
-        else:
-            for name in ("soft", "hard", "sparse", *result["controls"]):
-                figures = result[name] if name in result else result["controls"][name]
-                loss = loss_in_words(figures["loss"], figures.get("bits_per_byte"))
-                words = f"{self.split} loss {loss}, active fraction {figures['active_fraction']:.3f}"
-                print(f"{name.replace('_', ' '):>21}: {words}")
-            print(f"decisions that differ between hard and sparse: {result['decision_flips']}")
-        if self.split == "val" and self.budget is None:
-            run.write_evaluation(result)
-            if not self.json:
-                from rich.console import Console
+        kept = self.split == "val" and self.budget is None
+        # Neither a full disk nor a stdout that nobody reads may swallow what took minutes to measure.
+        try:
+            if self.json:
+                print(json.dumps(result, allow_nan=False))
+            else:
+                for name in ("soft", "hard", "sparse", *result["controls"]):
+                    figures = result[name] if name in result else result["controls"][name]
+                    loss = loss_in_words(figures["loss"], figures.get("bits_per_byte"))
+                    words = f"{self.split} loss {loss}, active fraction {figures['active_fraction']:.3f}"
+                    print(f"{name.replace('_', ' '):>21}: {words}")
+                print(f"decisions that differ between hard and sparse: {result['decision_flips']}")
+        finally:
+            if kept:
+                run.write_evaluation(result)
+        if kept and not self.json:
+            from rich.console import Console
 
-                Console().print(terminal_table([run]))
+            Console().print(terminal_table([run]))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,149 @@
+"""No part of a training is silent in a log, however long it takes: each waits here until it was told of."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.test_progress import Heard
+from tests.tiny import tiny
+from tokendepth import progress as progress_module
+from tokendepth.cli import parse
+from tokendepth.config import BudgetConfig
+from tokendepth.errors import UserError
+from tokendepth.runs.run import Run
+from tokendepth.training import loop as module
+from tokendepth.training.loop import train
+from tokendepth.training.step import OptimiserStep
+
+
+@pytest.fixture
+def log(monkeypatch) -> Heard:
+    heard = Heard()
+    monkeypatch.setattr(progress_module, "console", Console(file=heard, highlight=False))
+    monkeypatch.setattr(progress_module, "EVERY_S", 0.01)
+    monkeypatch.setattr(progress_module, "_next_line", 0.0)
+    return heard
+
+
+def until_heard(log: Heard, pattern: str, real: Callable) -> Callable:
+    """`real`, which begins only when the log has a line with `pattern`."""
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        log.wait_for(pattern)
+        return real(*args, **kwargs)
+
+    return waiting
+
+
+TIMES = r"\d:\d\d:\d\d elapsed"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "line"),
+    [
+        (module.data, "load", rf"^loading text:\S+: {TIMES}$"),
+        (module, "check_fits", rf"^preparing run: {TIMES}$"),
+        (module, "build", rf"^preparing run: {TIMES}$"),
+        (module._Training, "_restore", rf"^preparing run: {TIMES}$"),
+        (module, "measure", rf"^run: 4/8 steps, validating, {TIMES}, about \S+ left$"),
+        (Run, "save_checkpoint", rf"^run: 4/8 steps, saving, {TIMES}, about \S+ left$"),
+        (Run, "finish", rf"^run: 8/8 steps, saving the model, {TIMES}$"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+)
+def test_what_takes_long_is_told(owner, name, line, log, tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, name, until_heard(log, f"(?m){line}", getattr(owner, name)))
+    assert train(tiny(tmp_path), tmp_path / "run").finished
+
+
+def test_loading_pytorch_is_told(log, tmp_path, monkeypatch):
+    """From a slow disk it takes a minute; here it ends with an error, once it was told of."""
+
+    class SlowDisk:
+        def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+            return ModuleSpec(name, self) if name == "tokendepth.training.loop" else None
+
+        def create_module(self, spec: ModuleSpec) -> None: ...
+
+        def exec_module(self, module: ModuleType) -> None:
+            log.wait_for(rf"(?m)^loading PyTorch: {TIMES}$")
+            raise UserError("enough")
+
+    monkeypatch.delitem(sys.modules, "tokendepth.training.loop")
+    monkeypatch.setattr(sys, "meta_path", [SlowDisk(), *sys.meta_path])
+    with pytest.raises(UserError, match="enough"):
+        parse(["train", "demo.tsa", "--out", str(tmp_path / "run")])()
+
+
+def test_a_long_step_is_told(log, tmp_path, monkeypatch):
+    """The fifth comes after a validation and a save, of which nothing is said any more."""
+    real = OptimiserStep.finish
+
+    def finish(self: OptimiserStep, *, lr: float) -> Any:
+        if self.step in (3, 4):
+            line = rf"(?m)^run: {self.step}/8 steps, loss \S+  active \S+  \S+ tokens/s, {TIMES}, about \S+ left$"
+            log.wait_for(line)
+        return real(self, lr=lr)
+
+    monkeypatch.setattr(OptimiserStep, "finish", finish)
+    train(tiny(tmp_path), tmp_path / "run")
+
+
+def test_compiling_is_told(log, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(OptimiserStep, "uncompiled", lambda self: contextlib.nullcontext())
+    real = OptimiserStep.begin
+
+    def begin(self: OptimiserStep, *batch: Any, step: int) -> None:
+        if step == 0:
+            log.wait_for(rf"(?m)^run: 0/8 steps, compiling, {TIMES}$")
+        real(self, *batch, step=step)
+
+    monkeypatch.setattr(OptimiserStep, "begin", begin)
+    train(tiny(tmp_path, compile="on"), tmp_path / "run")
+
+
+def test_each_batch_of_a_long_validation_is_told(log, tmp_path, monkeypatch):
+    real_batches, real_measure = module.batches, module.measure
+
+    def batches(*args: Any) -> Iterator[Any]:
+        """The text is short, so they are smaller."""
+        for inputs, targets in real_batches(*args):
+            yield from zip(inputs.split(4), targets.split(4), strict=True)
+
+    def measure(model: Any, stream: Iterator[Any], forward: Callable) -> Any:
+        def slowly() -> Iterator[Any]:
+            for number, batch in enumerate(stream):
+                total = log.wait_for(rf"validating, {number}/(\d+) batches")[1]
+                assert int(total) > 3
+                yield batch
+
+        return real_measure(model, slowly(), forward)
+
+    monkeypatch.setattr(module, "batches", batches)
+    monkeypatch.setattr(module, "measure", measure)
+    train(tiny(tmp_path), tmp_path / "run")
+
+
+def test_a_long_calibration_is_told(log, tmp_path, monkeypatch):
+    real = module.calibrate
+
+    def calibrate(*args: Any, roughly: bool = False) -> None:
+        log.wait_for("4/8 steps, validating" if roughly else "8/8 steps, calibrating")
+        real(*args, roughly=roughly)
+
+    monkeypatch.setattr(module, "calibrate", calibrate)
+    train(tiny(tmp_path, BudgetConfig()), tmp_path / "run")
+
+
+def test_the_others_of_several_ranks_are_quiet(log, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    train(tiny(tmp_path), tmp_path / "run")
+    assert log.getvalue() == ""
