@@ -31,6 +31,17 @@ def only_one(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def wait_until_free(folder: Path, seconds: float) -> None:
+    """Wait until nobody trains into `folder`, at most so many seconds."""
+    until = time.monotonic() + seconds
+    while (folder / LOCK).exists() and time.monotonic() < until:
+        try:
+            with only_one(folder):
+                return
+        except UserError:
+            time.sleep(0.2)
+
+
 def _locked(path: Path) -> int:
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
