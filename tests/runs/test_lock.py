@@ -4,13 +4,15 @@ import errno
 import os
 import shutil
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.tiny import hashes, one_line, tiny
 from tokendepth.errors import UserError
 from tokendepth.measure.evaluate import evaluate
-from tokendepth.runs.lock import only_one
+from tokendepth.runs.lock import only_one, wait_until_free
 from tokendepth.runs.run import LOCK, Run
 from tokendepth.training.loop import train
 
@@ -29,6 +31,30 @@ def test_the_second_is_refused_and_told_who_the_first_is(tmp_path):
     with only_one(tmp_path / "new" / "run"):
         pass
     assert list((tmp_path / "new" / "run").iterdir()) == []
+
+
+def test_one_can_wait_for_it(tmp_path):
+    wait_until_free(tmp_path, 60)  # nobody is there
+    (tmp_path / LOCK).write_text("process 1 on nowhere since long")  # what a killed process leaves
+    wait_until_free(tmp_path, 60)
+    held, waited = threading.Event(), threading.Event()
+
+    def train_for_a_while() -> None:
+        with only_one(tmp_path):
+            held.set()
+            waited.wait(60)
+
+    with ThreadPoolExecutor() as others:
+        others.submit(train_for_a_while)
+        assert held.wait(60)
+        wait_until_free(tmp_path, 0.1)  # gives up
+        waiting = others.submit(wait_until_free, tmp_path, 60)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        waited.set()
+        waiting.result(60)
+    with only_one(tmp_path):
+        pass
 
 
 def test_it_is_released_when_the_training_fails(tmp_path):

@@ -6,18 +6,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.processes import is_alive, trainer, wait_until
 from tests.tiny import hashes, one_line, tiny
+from tokendepth import recipes
 from tokendepth.cli.main import main
 from tokendepth.config import BudgetConfig, DenseConfig, RunConfig
 from tokendepth.errors import UserError
 from tokendepth.recipes import recipe, variants
 from tokendepth.runs.run import Run
+from tokendepth.training import sweep as sweep_module
 from tokendepth.training.sweep import _Sweep, sweep
 
 
@@ -53,11 +55,34 @@ def test_a_bad_cell_is_refused_in_one_line(cell, named):
     assert named in one_line(error.value)
 
 
-def test_bad_counts_are_refused(tmp_path):
-    with pytest.raises(UserError, match="--seeds is 0"):
-        variants("demo.dense", seeds=0)
-    with pytest.raises(UserError, match="--workers is 0"):
-        sweep({}, tmp_path, workers=0)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("demo.dense --seeds 0", "--seeds is 0; expected 1 or more"),
+        ("demo.dense --seeds -1", "--seeds is -1; expected 1 or more"),
+        ("demo.dense --seeds 100000000", "100,000,000 runs; at most 10,000 are taken at once; take fewer --seeds"),
+        ("demo.dense:model.n-layer=1,2 --seeds 5001", "10,002 runs"),
+        ("demo.dense --seeds two", "--seeds"),
+        ("demo.dense --workers 0", "--workers is 0; expected 1 or more"),
+        ("demo.dense --workers -3", "--workers is -3; expected 1 or more"),
+        ("demo.dense --on slurm", "--on is 'slurm'; expected local, ray or ray:HOST:PORT"),
+        ("demo.dense --on ray:7", "--on is 'ray:7'; expected ray:HOST:PORT"),
+    ],
+)
+def test_a_bad_option_is_refused_in_one_line_and_nothing_is_begun(words, says, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["sweep", *words.split(), "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_largest_grid_is_not_refused(monkeypatch):
+    monkeypatch.setattr(recipes, "LARGEST_GRID", 6)
+    assert len(variants("demo.dense:model.n-layer=1,2", seeds=3)) == 6
+    with pytest.raises(UserError, match="a grid of 8 runs; at most 6"):
+        variants("demo.dense:model.n-layer=1,2", seeds=4)
 
 
 def grid(folder: Path) -> dict[str, RunConfig]:
@@ -143,19 +168,16 @@ def long_sweep(folder: Path) -> tuple[subprocess.Popen, Run]:
     return process, Run(metrics.parent)
 
 
-def wait_until(true: Callable[[], object]) -> None:
-    until = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def test_a_stopped_sweep_saves_its_runs_and_goes_on(tmp_path):
     process, run = long_sweep(tmp_path)
+    worker = trainer(run)
     process.send_signal(signal.SIGINT)
     _, words_said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "every run" in words_said
+    assert not is_alive(worker)
+    assert words_said.splitlines()[-1].endswith(
+        f"every run in {tmp_path / 'out'} is saved; repeat the command to go on"
+    )
     checkpoint, _ = run.load_checkpoint()
     assert checkpoint is not None
     assert 0 < checkpoint.step < 4000
@@ -163,20 +185,24 @@ def test_a_stopped_sweep_saves_its_runs_and_goes_on(tmp_path):
 
 def test_a_killed_sweep_takes_its_runs_with_it(tmp_path):
     process, run = long_sweep(tmp_path)
+    worker = trainer(run)
     process.kill()
     process.communicate(timeout=60)
-    wait_until(lambda: run.load_checkpoint()[0])
+    wait_until(lambda: not is_alive(worker))
     checkpoint, _ = run.load_checkpoint()
     assert checkpoint is not None
     assert 0 < checkpoint.step < 4000, "it stopped, and saved what it had"
 
 
-def test_the_command_trains_prints_and_collects(tmp_path, capsys):
+def test_the_command_trains_prints_and_collects(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sweep_module, "SILENCE_S", 0)
     corpus = tiny(tmp_path).data.corpus
     cell = f"demo.dense:data.corpus={corpus}:model.context=16:model.d-model=8:model.d-ff=8:train.steps=2"
     results = tmp_path / "rows.json"
     main(["sweep", cell, "--seeds", "1", "--out", str(tmp_path / "out"), "--results", str(results)])
-    assert "demo.dense" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "demo.dense" in out
+    assert err.splitlines()[0].endswith("-seed0 starting"), "where there is no terminal, something is said all the time"
     assert results.exists()
     with pytest.raises(SystemExit) as stop:
         main(

@@ -1,6 +1,7 @@
 """Recipes: functions that return a complete RunConfig. A recipe is named as it is imported, `shakespeare.tsa`."""
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -47,6 +48,9 @@ _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
 )
 RECIPES = {f"{f.__module__.rsplit('.', 1)[1]}.{f.__name__}": f for f in _FUNCTIONS}
 
+LARGEST_GRID = 10_000
+"""Runs of one cell: more are a slip of the keyboard, or weeks of work that several sweeps keep in better order."""
+
 
 def recipe(name: str, changes: Mapping[str, Any] | None = None) -> RunConfig:
     """The complete config of a recipe, with `changes` by their dotted names.
@@ -72,6 +76,11 @@ def variants(text: str, seeds: int = 1) -> dict[str, RunConfig]:
         choices.append([(key, value) for value in values.split(",")])
     if seeds < 1:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
+    if (size := seeds * math.prod(map(len, choices))) > LARGEST_GRID:
+        raise UserError(
+            f"{text!r} with {seeds:,} seeds is a grid of {size:,} runs; at most {LARGEST_GRID:,} are taken at once; "
+            "take fewer --seeds or values, or several sweeps"
+        )
     found = {}
     for chosen in itertools.product(*choices):
         label = "-".join([name, *(f"{key.split('.')[-1]}={_plain(value)}" for key, value in chosen)])

@@ -46,6 +46,17 @@ def only_one(folder: Path) -> Iterator[None]:
         yield
 
 
+def wait_until_free(folder: Path, seconds: float) -> None:
+    """Wait until nobody trains into `folder`, at most so many seconds."""
+    until = time.monotonic() + seconds
+    while (folder / LOCK).exists() and time.monotonic() < until:
+        try:
+            with only_one(folder):
+                return
+        except UserError:
+            time.sleep(0.2)
+
+
 def _lock_file(path: Path, held: contextlib.ExitStack) -> bool:
     """False where the one before removed the file between our opening and locking it."""
     with contextlib.ExitStack() as opened:

@@ -29,8 +29,10 @@ class Ranks:
             return cls()
         store, rank, world = next(iter(dist.rendezvous("env://")))
         # A name of its own for each group: what an earlier one of this process left in the store is not for this one,
-        # nor the addresses of those whom torchrun started before it had to start all again.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # nor the addresses of those whom torchrun started before it had to start all again. Where torchrun keeps no
+        # store, each start has a new one, and a launcher that replaces a dead one counts its restarts from 0.
+        keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps_store else "0"
         store = dist.PrefixStore(f"tokendepth-{attempt}-{next(_groups)}", store)
         backend = "nccl" if device.type == "cuda" else "gloo"
         with _peers():

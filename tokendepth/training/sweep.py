@@ -7,12 +7,11 @@ the run folders are all the state there is, so the same call is made until nothi
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,11 +23,12 @@ from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.runs.files import disk_faults
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
+from tokendepth.training.pool import Job, LocalPool, Pool
 from tokendepth.training.progress import console, loss_in_words
 from tokendepth.training.signals import StopSignals
 
-GPU_WORKERS = 8
-"""Enough small models to keep one GPU busy: a run that trains for 11 s takes 30 more to start, compile and evaluate."""
+SILENCE_S = 5
+"""Where there is no terminal to draw on, a line says how far the runs are at least this often."""
 
 
 @dataclass
@@ -44,20 +44,22 @@ class Outcome:
 @dataclass
 class _Worker:
     name: str
-    process: subprocess.Popen
+    job: Job
     log: Path
     started: float
     line: TaskID
+    progress: str = ""
 
-    def last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1].removeprefix("tokendepth: ") if lines else f"exit code {self.process.returncode}"
+    def last_words(self, code: int) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
+        return lines[-1].removeprefix("tokendepth: ") if lines else f"exit code {code}"
 
 
 def sweep(
     configs: dict[str, RunConfig],
     out: Path,
     *,
+    on: str = "local",
     workers: int | None = None,
     curve: bool = False,
     tokens: int | None = None,
@@ -68,40 +70,44 @@ def sweep(
 ) -> Outcome:
     """Train and evaluate every config into `out/NAME`, `workers` at a time.
 
-    `curve`, `tokens` and `split` are as in `evaluate`.
+    `curve`, `tokens` and `split` are as in `evaluate`. `on` is `local`, or `ray` or `ray:HOST:PORT` for a Ray cluster.
     At the `deadline`, a reading of `time.monotonic()`, whatever runs is saved and left for the next call. `each` is
     told of every run as soon as it is evaluated.
     """
     if workers is not None and workers < 1:
         raise UserError(f"--workers is {workers}; expected 1 or more")
+    if on != "local" and on.partition(":")[0] != "ray":
+        raise UserError(f"--on is {on!r}; expected local, ray or ray:HOST:PORT")
+    todo = {name: config for name, config in configs.items() if not _is_done(out / name, config, curve, split)}
+    if on == "local":
+        pool = LocalPool(todo, workers)
+    else:
+        from tokendepth.training.cluster import RayPool
+
+        pool = RayPool(on.partition(":")[2], todo, workers, out, show)
     with disk_faults(out):
         out.mkdir(parents=True, exist_ok=True)
     how = {"curve": curve, "tokens": tokens, "split": split}
-    return _Sweep(configs, out, workers or _default_workers(configs), how, deadline, each, show).run()
-
-
-def _default_workers(configs: dict[str, RunConfig]) -> int:
-    import torch
-
-    on_gpu = torch.cuda.is_available() and any(c.train.device != "cpu" for c in configs.values())
-    return min(GPU_WORKERS, max(1, (os.cpu_count() or 2) // 2)) if on_gpu else 1
+    return _Sweep(configs, list(todo), out, pool, how, deadline, each, show).run()
 
 
 class _Sweep:
     def __init__(
         self,
         configs: dict[str, RunConfig],
+        todo: list[str],
         out: Path,
-        workers: int,
+        pool: Pool,
         how: dict,
         deadline: float | None,
         each: Callable[[Run], None] | None,
         show: bool,
     ) -> None:
-        self.configs, self.out, self.workers, self.how, self.show = configs, out, workers, how, show
+        self.configs, self.todo, self.out, self.pool, self.how, self.show = configs, todo, out, pool, how, show
         self.deadline, self.each = deadline, each
         self.outcome, self.stop = Outcome(), StopSignals()
         self.running: list[_Worker] = []
+        self.spoke = time.monotonic()
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -109,27 +115,27 @@ class _Sweep:
             TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(),
             console=console,
+            redirect_stdout=False,  # a pool may have done so
             disable=not (show and console.is_terminal),
         )
 
     def run(self) -> Outcome:
-        wanted = {name: self.how[name] for name in ("curve", "split")}
-        todo = [name for name, config in self.configs.items() if not _is_done(self.out / name, config, **wanted)]
-        done = len(self.configs) - len(todo)
+        done, todo = len(self.configs) - len(self.todo), self.todo
         if done:
             self._say(f"{done} of {len(self.configs)} runs are finished already")
         whole = self.bar.add_task("[bold]all runs", total=len(self.configs), completed=done, numbers="")
-        with self.stop, self.bar, self._no_orphans():
+        with self.pool if todo else nullcontext(), self.stop, self.bar, self._no_orphans():
             while (todo or self.running) and not self._late():
-                while todo and len(self.running) < self.workers:
+                room = self.pool.room()
+                while todo and len(self.running) < room:
                     self.running.append(self._start(todo.pop(0)))
                 time.sleep(0.2)
-                for worker in self.running:
-                    self._show(worker)
-                for worker in [w for w in self.running if w.process.poll() is not None]:
-                    self.running.remove(worker)
-                    self._finished(worker)
-                    self.bar.advance(whole)
+                self._show()
+                for worker in list(self.running):
+                    if (code := worker.job.poll()) is not None:
+                        self.running.remove(worker)
+                        self._finished(worker, code)
+                        self.bar.advance(whole)
                 if self.stop.received:
                     raise SweepStopped(self.stop.received, self.out)
         self.outcome.left = [*(worker.name for worker in self.running), *todo]
@@ -146,43 +152,52 @@ class _Sweep:
         try:
             yield
         finally:
+            if self.running:
+                self._say(f"stopping: {len(self.running)} of the runs save what they have")
             for worker in self.running:
-                worker.process.terminate()
+                worker.job.terminate()
             for worker in self.running:
-                worker.process.communicate()
+                worker.job.communicate()
 
     def _start(self, name: str) -> _Worker:
-        log, folder = self.out / f"{name}.log", self.out / name
-        package = str(Path(__file__).resolve().parents[1])
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-        task = {"config": to_dict(self.configs[name]), "folder": str(folder), **self.how}
-        threads = str(max(1, (os.cpu_count() or 1) // self.workers))
-        with disk_faults(log), log.open("w") as words:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tokendepth.training.sweep", json.dumps(task)],
-                env={"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path},
-                stdin=subprocess.PIPE,  # never written to: its end is the sweep's
-                stdout=words,
-                stderr=words,
-                start_new_session=True,  # Ctrl-C reaches the sweep alone, which then asks its workers to stop
-            )
-        line = self.bar.add_task(name, total=self.configs[name].train.steps, numbers="starting")
-        return _Worker(name, process, log, time.perf_counter(), line)
+        log, steps = self.out / f"{name}.log", self.configs[name].train.steps
+        with disk_faults(log):
+            log.unlink(missing_ok=True)
+        task = {"config": to_dict(self.configs[name]), "folder": str((self.out / name).absolute()), **self.how}
+        line = self.bar.add_task(name, total=steps, numbers="")
+        return _Worker(name, self.pool.start(task, log.absolute()), log, time.perf_counter(), line)
 
-    def _show(self, worker: _Worker) -> None:
-        if self.bar.disable or not (self.out / worker.name / "metrics.jsonl").exists():
+    def _show(self) -> None:
+        """Every worker's line in a terminal; elsewhere one line about all of them, now and then."""
+        due = self.bar.disable and time.monotonic() > self.spoke + SILENCE_S
+        if not self.show or (self.bar.disable and not due):
             return
-        rows = Run(self.out / worker.name).last_metrics()
+        for worker in self.running:
+            self._look_at(worker)
+        if due:
+            shown = [f"{worker.name} {worker.progress}" for worker in self.running[:3]]
+            others = len(self.running) + len(self.todo) - len(shown)
+            self._say("; ".join([*shown, *([f"{others} other runs"] if others else [])]))
+
+    def _look_at(self, worker: _Worker) -> None:
+        run = Run(self.out / worker.name)
+        try:
+            rows = run.last_metrics()
+        except UserError:  # being written just now; if it is damaged, the worker says so
+            return
         row = next((r for r in reversed(rows) if "task_loss" in r), None)
         if row:
             numbers = f"loss {row['task_loss']:.3f}  active {row['active_fraction']:.3f}"
-            self.bar.update(worker.line, completed=row["step"], numbers=numbers)
+        else:
+            numbers = "starting" if worker.log.exists() else "waiting for room"
+        worker.progress = f"step {row['step']}, {numbers}" if row else numbers
+        self.bar.update(worker.line, completed=row["step"] if row else 0, numbers=numbers)
 
-    def _finished(self, worker: _Worker) -> None:
+    def _finished(self, worker: _Worker, code: int) -> None:
         self.bar.remove_task(worker.line)
-        worker.process.communicate()  # closes the pipe
+        worker.job.communicate()  # closes the pipe
         seconds = f"{time.perf_counter() - worker.started:.0f} s"
-        if worker.process.returncode == 0:
+        if code == 0:
             run = Run.open(self.out / worker.name)
             if self.each:
                 self.each(run)
@@ -191,10 +206,11 @@ class _Sweep:
             self._say(f"{worker.name}: loss {loss}, active {hard['active_fraction']:.3f}, {seconds}")
             worker.log.unlink()
         elif not self.stop.received:
-            self.outcome.failed[worker.name] = worker.last_words()
-            self._say(f"{worker.name} failed after {seconds}: {worker.last_words()}")
+            self.outcome.failed[worker.name] = worker.last_words(code)
+            self._say(f"{worker.name} failed after {seconds}: {worker.last_words(code)}")
 
     def _say(self, line: str) -> None:
+        self.spoke = time.monotonic()
         if self.show:
             console.print(line, markup=False, soft_wrap=True)
 

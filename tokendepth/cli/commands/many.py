@@ -26,7 +26,9 @@ class Sweep:
     seeds: int = 3
     """How many seeds each, from 0; fewer than three prove nothing."""
     workers: int | None = None
-    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
+    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU; on a cluster what it holds."""
+    on: str = "local"
+    """Where: local, or ray:HOST:PORT, or ray for the Ray cluster that this machine belongs to; see docs/CLUSTER.md."""
     curve: bool = False
     """Also execute budget-routed runs at budgets from 0.2 to 1, those with exits at a row of thresholds."""
     out: Path = Path("runs/sweep")
@@ -48,7 +50,7 @@ class Sweep:
         configs = {}
         for cell in self.grid:
             configs |= variants(cell, self.seeds)
-        outcome = sweep(configs, self.out, workers=self.workers, curve=self.curve)
+        outcome = sweep(configs, self.out, on=self.on, workers=self.workers, curve=self.curve)
         if outcome.runs:
             Console().print(terminal_table(outcome.runs))
             if self.results:

@@ -1,0 +1,325 @@
+"""A sweep on a Ray cluster of two nodes, of which one is removed; and what cannot be done, said in one line."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.processes import is_alive, saved_step, trainer, wait_until
+from tests.tiny import hashes, one_line, steady, tiny
+from tokendepth.config import to_dict
+from tokendepth.errors import UserError
+from tokendepth.recipes import variants
+from tokendepth.runs.run import Run
+from tokendepth.training import cluster as cluster_module
+from tokendepth.training.cluster import RayJob, RayPool
+from tokendepth.training.sweep import train_and_evaluate
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_ray = pytest.mark.skipif(not find_spec("ray"), reason="needs ray: pip install 'tokendepth[cluster]'")
+
+SERVER = """
+import signal, sys
+from ray.cluster_utils import Cluster
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does to what it starts in the background
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+print(cluster.address, flush=True)
+for order in sys.stdin:
+    if order == "remove\\n":
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+    elif order == "add\\n":
+        nodes.append(cluster.add_node(num_cpus=1))
+    else:
+        cluster.head_node.kill_gcs_server()
+    print("done", flush=True)
+cluster.shutdown()
+"""
+
+
+class Cluster:
+    """A head without CPUs and two nodes with one each, kept by a process of their own."""
+
+    def __init__(self, folder: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True, cwd=folder, env=environment,
+        )  # fmt: skip
+        self.address = self._answer()
+
+    def _answer(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline().strip()
+
+    def order(self, what: str) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        assert self._answer() == "done"
+
+    def close(self) -> None:
+        self.process.communicate(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # Ray's sockets allow no long path
+        found = Cluster(folder)
+        yield found
+        found.close()
+
+
+class Sweep:
+    """`tokendepth sweep` in a process of its own, with its runs."""
+
+    def __init__(self, folder: Path, on: str, *, seeds: int = 2, out: str = "out", **changes: object) -> None:
+        tiny(folder)  # for its corpus
+        settings = {
+            "data.corpus": "text:corpus.txt", "model.context": 16, "model.d-model": 16, "model.n-layer": 2,
+            "train.steps": 200, "train.checkpoint-every": 20, "train.log-every": 1, "train.device": "cpu", **changes,
+        }  # fmt: skip
+        self.cell = ":".join(["demo.dense", *(f"{key}={value}" for key, value in settings.items())])
+        self.seeds, self.folder, self.out = seeds, folder, folder / "out"
+        words = ["sweep", self.cell, "--seeds", str(seeds), "--out", out, "--on", on]
+        script = "import sys; from tokendepth.cli.main import main; from tokendepth.training import cluster; "
+        script += "cluster.LOST_S = 1; "
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script + "main(sys.argv[1:])", *words],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        )  # fmt: skip
+
+    def runs(self) -> list[Run]:
+        return [Run(self.out / name) for name in variants(self.cell, self.seeds)]
+
+    def pause(self) -> dict[str, int]:
+        """Halt the process of each run once it has saved a step, however far the others are by then."""
+        paused: dict[str, int] = {}
+
+        def all_are_paused() -> bool:
+            for run in self.runs():
+                if run.name not in paused and saved_step(run):
+                    paused[run.name] = trainer(run)
+                    os.kill(paused[run.name], signal.SIGSTOP)
+            return len(paused) == self.seeds or self.process.poll() is not None
+
+        wait_until(all_are_paused)
+        assert self.process.poll() is None, self.process.communicate()
+        return paused
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=120)
+        return self.process.returncode, out, err
+
+
+def parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[1])
+
+
+@pytest.fixture
+def sweep_on(cluster, tmp_path) -> Iterator[Callable[..., Sweep]]:
+    """Begins a sweep on the cluster."""
+    begun = []
+
+    def begin(**changes: object) -> Sweep:
+        begun.append(Sweep(tmp_path, f"ray:{cluster.address}", **changes))
+        return begun[-1]
+
+    yield begin
+    for sweep in begun:
+        sweep.process.kill()
+        sweep.process.communicate()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_run_whose_node_dies_goes_on_on_the_other_and_all_end_in_the_bits_of_serial_ones(
+    cluster, sweep_on, tmp_path, monkeypatch
+):
+    sweep = sweep_on()
+    processes = sweep.pause()
+    seen = {run.name: run.metrics()[: saved_step(run)] for run in sweep.runs()}
+    tasks = {process: parent(process) for process in processes.values()}
+    cluster.order("remove")
+    wait_until(lambda: not all(map(is_alive, tasks.values())))
+    (lost,) = [process for process, task in tasks.items() if not is_alive(task)]
+    for process in filter(is_alive, tasks):
+        os.kill(process, signal.SIGCONT)
+    wait_until(lambda: not is_alive(lost))
+    code, out, err = sweep.end()
+    assert code == 0, err
+    assert "runs at a time: 1" in err
+    assert "demo.dense" in out
+    assert "aylet" not in out + err, "Ray's own reports"
+    assert sorted(path.name for path in sweep.out.iterdir()) == sorted(processes), "no log, no token"
+
+    monkeypatch.chdir(tmp_path)
+    for name, config in variants(sweep.cell, 2).items():
+        run, serial = Run.open(sweep.out / name), train_and_evaluate(config, tmp_path / "serial" / name, curve=False)
+        assert run.metrics()[: len(seen[name])] == seen[name], "with the clock's numbers: no saved step is taken twice"
+        assert steady(run.metrics()) == steady(serial.metrics())
+        for file in ("model.safetensors", "eval.json", "config.json", "tokenizer.json", "env.json"):
+            assert hashes(run.path)[file] == hashes(serial.path)[file]
+    cluster.order("add")
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_sweep_that_is_stopped_or_killed_stops_its_tasks_and_can_go_on(sweep_on, number):
+    changes = {"train.steps": 100_000, "train.checkpoint-every": 200}
+    sweep = sweep_on(seeds=1, **changes)
+    (process,) = sweep.pause().values()
+    os.kill(process, signal.SIGCONT)
+    sweep.process.send_signal(number)
+    code, _, err = sweep.end()
+    if number == signal.SIGINT:
+        assert code == 130
+        assert "every run in out is saved; repeat the command to go on" in err
+        assert not is_alive(process)
+        assert any(saved_step(run) % 200 for run in sweep.runs()), "what is saved between was saved because of the stop"
+    else:
+        wait_until(lambda: not is_alive(process))
+    for run in sweep.runs():
+        checkpoint, skipped = run.load_checkpoint()
+        assert checkpoint
+        assert checkpoint.step > 0
+        assert not skipped
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "out", "says"),
+    [
+        ({"train.device": "cuda"}, "out", "has no GPU"),
+        # To each process another folder, as on machines that share none.
+        ({}, "/proc/self/cwd/out", "does not see /proc/self/cwd/out; choose an --out that all nodes share"),
+    ],
+)
+def test_what_a_cluster_lacks_is_said_in_one_line(sweep_on, changes, out, says, tmp_path):
+    code, _, err = sweep_on(out=out, **changes).end()
+    (line,) = [line for line in err.splitlines() if line.startswith("tokendepth: ")]
+    assert code == 2
+    assert says in line
+    assert "Traceback" not in err
+    assert not list((tmp_path / "out").iterdir())
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_cluster_that_goes_away_ends_the_sweep_with_one_line(cluster, sweep_on):
+    """The last test with this cluster."""
+    sweep = sweep_on(seeds=1, **{"train.steps": 100_000})
+    (process,) = sweep.pause().values()
+    os.kill(process, signal.SIGCONT)
+    cluster.order("kill the head")
+    code, _, err = sweep.end()
+    assert code == 2
+    assert "no longer answers" in err.splitlines()[-1]
+    assert err.splitlines()[-1].endswith("repeat the command to go on")
+
+
+def pool(on: str, folder: Path) -> RayPool:
+    return RayPool(on, {"a": tiny(folder)}, None, folder, show=False)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_an_address_at_which_nobody_answers_is_given_up_soon(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster_module, "CONNECT_S", 3)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        with pytest.raises(UserError) as refused, pool(address, tmp_path):
+            pass
+        assert f"{address} does not answer" in one_line(refused.value)
+        deaf.listen()
+        with pytest.raises(UserError) as silent, pool(address, tmp_path):
+            pass
+        assert f"{address} did not answer within 3 s" in one_line(silent.value)
+
+
+def test_where_no_cluster_runs_it_says_how_to_start_one(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())  # a cluster of somebody else may run on this machine
+    monkeypatch.setattr(cluster_module, "CONNECT", "import sys; print('no running instance'); sys.exit(1)")
+    with pytest.raises(UserError) as refused, pool("", tmp_path):
+        pass
+    assert "(no running instance); start one by `ray start --head`" in one_line(refused.value)
+
+
+@pytest.mark.parametrize("address", ["7", "here", "host:", ":6379", "host:port", "host:70000"])
+def test_a_wrong_address_is_refused(address, tmp_path):
+    with pytest.raises(UserError) as refused:
+        pool(address, tmp_path)
+    assert f"'ray:{address}'; expected ray:HOST:PORT" in one_line(refused.value)
+
+
+def test_without_ray_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError) as refused:
+        pool("host:6379", tmp_path)
+    assert "pip install 'tokendepth[cluster]'" in one_line(refused.value)
+
+
+# --- what Ray answers, without Ray ------------------------------------------------------------------------------------
+
+
+class RayError(Exception):
+    pass
+
+
+class RayTaskError(RayError):
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+
+def job(folder: Path, answer: Callable[[], int]) -> RayJob:
+    exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
+    ray = SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=lambda ref: answer(), exceptions=exceptions)
+    task = {"config": to_dict(tiny(folder)), "folder": str(folder / "run")}
+    return RayJob(SimpleNamespace(ray=ray, lost=False), "ref", task, folder / "run.log")  # pyright: ignore
+
+
+def raises(error: Exception) -> Callable[[], int]:
+    def answer() -> int:
+        raise error
+
+    return answer
+
+
+def test_a_run_that_is_finished_is_waited_for_until_it_is_seen_here(tmp_path, monkeypatch):
+    finished = job(tmp_path, lambda: 0)
+    assert finished.poll() is None
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "eval.json").write_text("{}")
+    assert finished.poll() == 0
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.setattr(cluster_module, "VISIBLE_S", -1)
+    assert finished.poll() == 1
+    assert "not to be seen here" in (tmp_path / "run.log").read_text()
+
+
+def test_a_run_that_was_lost_with_its_nodes_says_so(tmp_path):
+    assert job(tmp_path, raises(RayError("many\nlines"))).poll() == 1
+    assert "Ray has lost it (RayError) and gives up; repeat the command" in (tmp_path / "run.log").read_text()
+
+
+def test_a_node_that_cannot_start_a_run_says_why(tmp_path):
+    words = "The remote function failed to import:\n\nTraceback\nModuleNotFoundError: No module named 'tokendepth'\n"
+    assert job(tmp_path, raises(RayTaskError(RuntimeError(words)))).poll() == 1
+    (line,) = (tmp_path / "run.log").read_text().splitlines()
+    assert "could not start it (ModuleNotFoundError: No module named 'tokendepth'); install" in line
+    with pytest.raises(UserError, match="shared by nobody"):
+        job(tmp_path, raises(RayTaskError(UserError("shared by nobody")))).poll()

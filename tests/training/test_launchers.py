@@ -1,0 +1,81 @@
+"""Two torchrun launchers, as on two machines: a rank dies, then a launcher with its rank, and is replaced."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import is_alive, saved_step, wait_until
+from tests.tiny import hashes, steady, write_corpus
+from tokendepth.runs.run import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = (
+    "-m tokendepth train demo.tsa --resume --data.corpus text:corpus.txt --model.d-model 16 --model.n-layer 2 "
+    "--model.n-head 2 --model.d-ff 16 --model.context 16 --model.dropout 0.1 --train.steps 200 --train.batch-size 4 "
+    "--train.eval-every 50 --train.checkpoint-every 10 --train.log-every 1 --train.device cpu --out"
+)
+
+
+@pytest.fixture
+def launch(tmp_path) -> Iterator[Callable[[str, str], subprocess.Popen]]:
+    # Without the variable, launchers that have restarted a different number of times do not find each other.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    launched = []
+
+    def torchrun(how: str, out: str) -> subprocess.Popen:
+        words = [sys.executable, "-m", "torch.distributed.run", *how.split(), *TRAIN.split(), out]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        launched.append(subprocess.Popen(words, cwd=tmp_path, env=environment, **quiet))
+        return launched[-1]
+
+    yield torchrun
+    for launcher in launched:
+        launcher.terminate()  # it ends its ranks
+        launcher.wait(60)
+
+
+def ranks(launcher: subprocess.Popen) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_after_one_of_two_launchers_died_another_joins_and_the_run_ends_in_the_same_bits(tmp_path, launch):
+    write_corpus(tmp_path)
+    assert launch("--standalone --nproc-per-node 2", "undisturbed").wait(120) == 0
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    how = f"--nnodes 2 --nproc-per-node 1 --max-restarts 2 --rdzv-backend c10d --rdzv-endpoint localhost:{port}"
+    run, undisturbed = Run(tmp_path / "run"), Run(tmp_path / "undisturbed")
+    first = launch(how, "run")
+    wait_until(lambda: listens(port))  # it keeps the rendezvous: with that one gone, nobody could join
+    second = launch(how, "run")
+    wait_until(lambda: saved_step(run))
+    (rank,) = ranks(second)
+    os.kill(rank, signal.SIGKILL)
+    wait_until(lambda: ranks(second) not in ([], [rank]))  # both launchers start their ranks again
+    saved = saved_step(run)
+    wait_until(lambda: saved_step(run) > saved)
+    lost = [second.pid, *ranks(second)]
+    assert len(lost) == 2
+    for process in lost:
+        os.kill(process, signal.SIGKILL)
+    second.wait(60)
+    wait_until(lambda: not any(map(is_alive, lost)))
+    assert not run.finished
+    third = launch(how, "run")
+    assert (first.wait(120), third.wait(120)) == (0, 0)
+    assert run.env["ranks"] == 2
+    assert steady(run.metrics()) == steady(undisturbed.metrics())
+    assert hashes(run.path)["model.safetensors"] == hashes(undisturbed.path)["model.safetensors"]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as asker:
+        return asker.connect_ex(("localhost", port)) == 0
