@@ -3,24 +3,22 @@
 from paper.outcomes import Outcomes
 from paper.settings import Setting
 from tokendepth.report.figures import Drawing
-from tokendepth.report.palette import INK
-from tokendepth.report.plots import BLUE, GREEN, GREY, ORANGE, PINK, SKY, VERMILLION, Points
+from tokendepth.report.palette import look
+from tokendepth.report.plots import Points
 from tokendepth.report.summary import Stat
 from tokendepth.report.tradeoff import Place, tradeoff
 
-BROWN, PURPLE = "#7a4a21", "#4b2e83"  # dark, so that they stay apart from the others by lightness
-# Markers differ too: six colours are as many as stay apart to every eye.
-LOOKS = {
-    "random": ("random routing", INK, "x"),
-    "two_passes": ("two passes, nothing skipped", GREY, "d"),
-    "tsa": ("TSA", VERMILLION, "s"),
-    "budget": ("budget", BLUE, "o"),
-    "early_exit": ("early exit", GREEN, "^"),
-    "mod": ("MoD", PINK, "D"),
-    "mor": ("MoR", ORANGE, "P"),
-    "act": ("ACT", SKY, "X"),
-    "itt": ("ITT", BROWN, "v"),
-    "switch": ("Switch", PURPLE, "*"),
+NAMES = {
+    "random": "random routing",
+    "two_passes": "two passes, nothing skipped",
+    "tsa": "TSA",
+    "budget": "budget",
+    "early_exit": "early exit",
+    "mod": "MoD",
+    "mor": "MoR",
+    "act": "ACT",
+    "itt": "ITT",
+    "switch": "Switch",
 }
 
 LINES = ("solid", "dashed", "dotted")
@@ -40,16 +38,16 @@ def draw(outcomes: Outcomes, *highlight: str) -> Drawing | None:
         "parameters; grey lines skip nothing and have fewer layers; bars are standard deviations over the seeds. "
         "Above the frame stand losses too high for it; of a line, where it comes nearest."
     )
-    return tradeoff(name, caption, dense, series(outcomes), tuple(LOOKS[method][0] for method in highlight))
+    return tradeoff(name, caption, dense, series(outcomes), tuple(NAMES[method] for method in highlight))
 
 
 def series(outcomes: Outcomes) -> list[Points]:
     found = [_trained_alike(outcomes)]
     curves: dict[str, list[str]] = {}
     for setting in outcomes.comparison.settings:
-        if setting.method not in LOOKS or setting.method == "two_passes":
+        if setting.method not in NAMES or setting.method == "two_passes":
             continue
-        label, colour, marker = LOOKS[setting.method]
+        label, colour, marker = NAMES[setting.method], look(setting.method).colour, look(setting.method).marker
         if setting.budget is None and setting.skips is None:
             place = _place(outcomes, setting)
             found.append(Points(label, [place] if place else [], colour, marker, "none", filled=not setting.matched))
@@ -62,10 +60,9 @@ def series(outcomes: Outcomes) -> list[Points]:
 
 
 def _trained_alike(outcomes: Outcomes) -> Points:
-    """What skips nothing and was trained as budget routing is: a second grey line."""
-    label, colour, marker = LOOKS["two_passes"]
+    """What skips nothing and was trained as budget routing is: a second line of dense models."""
     places = [place for setting in outcomes.of("two_passes") if (place := _place(outcomes, setting))]
-    return Points(label, sorted(places), colour, marker, "dashed")
+    return Points(NAMES["two_passes"], sorted(places), look("dense").colour, "d", "dashed")
 
 
 def _place(outcomes: Outcomes, setting: Setting) -> Place | None:
