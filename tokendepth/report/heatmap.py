@@ -1,4 +1,4 @@
-"""The paper's token map: a passage over one row per router, teal where a token is active, pale where it is skipped."""
+"""The paper's token map: a passage over one row per router, teal where a token is active, grey where it is skipped."""
 
 import itertools
 
@@ -52,7 +52,7 @@ def token_map(passage: Passage, name: str, title: str) -> Drawing:
         panels = " Above, the gates as weights; below, the decisions at the threshold." if len(modes) > 1 else ""
         caption = (
             f"{title}: each token above one row per router, which is named by the block that it guards. Teal: active; "
-            f"pale: skipped.{panels}{part}"
+            f"grey: skipped.{panels}{part}"
         )
         return render(figure, name, caption)
 
