@@ -7,9 +7,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from tokendepth.report.figures import WIDTH, Drawing, render, style
-from tokendepth.report.palette import ACTIVE, COLOURS, HALTED, INK
+from tokendepth.report.palette import ACTIVE, INK, look
 
-PLAIN, ROUTER, WORK = "#eef1f4", "#fbe3d6", "#dcefe9"
+PLAIN, WORK = "#eef1f4", "#dcefe9"
+GATE = look("tsa").colour
+ROUTER = GATE + "26"
+PASSED = "#6b7783"
+"""The way of a token that is skipped."""
 
 
 def architecture() -> Drawing:
@@ -40,13 +44,13 @@ def _soft(axes: Axes) -> None:
     _arrow(axes, (5, 4.65), (5, 6.75))
     for low, high in ((8.05, 9.95), (11.25, 13.3)):
         _arrow(axes, (5, low), (5, high))
-        _words(axes, 5.25, (low + high) / 2, r"$\times\,(1-p_l)$, added to $h$", size=8, va="center", color=COLOURS[1])
+        _words(axes, 5.25, (low + high) / 2, r"$\times\,(1-p_l)$, added to $h$", size=8, va="center", color=GATE)
     # The same gate scales both updates.
     axes.add_patch(_line((2.7, 4.0), (1.2, 4.0)))
     axes.add_patch(_line((1.2, 4.0), (1.2, 12.3)))
     for height in (9.0, 12.3):
-        _arrow(axes, (1.2, height), (4.85, height), COLOURS[1])
-    _words(axes, 0.95, 8.0, "gate $1-p_l$", size=8, rotation=90, ha="right", va="center", color=COLOURS[1])
+        _arrow(axes, (1.2, height), (4.85, height), GATE)
+    _words(axes, 0.95, 8.0, "gate $1-p_l$", size=8, rotation=90, ha="right", va="center", color=GATE)
     _box(axes, 5, 14.0, 6.4, 1.3, "next block, or head", PLAIN)
 
 
@@ -56,12 +60,12 @@ def _sparse(axes: Axes) -> None:
     _box(axes, 3.6, 11.5, 5.4, 1.4, "feed-forward:\nactive tokens", ACTIVE + "55")
     for low, high in ((4.65, 6.0), (7.4, 8.4), (9.8, 10.8), (12.2, 13.35)):
         _arrow(axes, (3.6, low), (3.6, high))
-    _words(axes, 3.4, 7.9, r"$p_l \leq 0.5$: active", size=8, ha="right", va="center", color="#0b6b65")
-    axes.add_patch(_line((7.3, 4.0), (8.6, 4.0), HALTED))
-    axes.add_patch(_line((8.6, 4.0), (8.6, 12.75), HALTED))
-    axes.add_patch(_line((8.6, 12.75), (7.4, 12.75), HALTED))
-    _arrow(axes, (7.4, 12.75), (7.4, 13.35), HALTED)
-    _words(axes, 8.85, 8.6, "$p_l > 0.5$: unchanged", size=8, rotation=270, ha="left", va="center", color="#b23f10")
+    _words(axes, 3.4, 7.9, r"$p_l \leq 0.5$: active", size=8, ha="right", va="center")
+    axes.add_patch(_line((7.3, 4.0), (8.6, 4.0), PASSED))
+    axes.add_patch(_line((8.6, 4.0), (8.6, 12.75), PASSED))
+    axes.add_patch(_line((8.6, 12.75), (7.4, 12.75), PASSED))
+    _arrow(axes, (7.4, 12.75), (7.4, 13.35), PASSED)
+    _words(axes, 8.85, 8.6, "$p_l > 0.5$: unchanged", size=8, rotation=270, ha="left", va="center", color=PASSED)
     _box(axes, 5, 14.0, 6.4, 1.3, "next block, or head", PLAIN)
 
 
@@ -82,5 +86,5 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], col
     )
 
 
-def _line(start: tuple[float, float], end: tuple[float, float], colour: str = COLOURS[1]) -> FancyArrowPatch:
+def _line(start: tuple[float, float], end: tuple[float, float], colour: str = GATE) -> FancyArrowPatch:
     return FancyArrowPatch(start, end, arrowstyle="-", color=colour, lw=1.1, shrinkA=0, shrinkB=0)

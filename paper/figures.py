@@ -14,14 +14,16 @@ from paper.tables import (
     fewer,
     penalty,
 )
-from tokendepth.config import PAPER_THRESHOLDS
+from tokendepth.config import PAPER_THRESHOLDS, method_name
 from tokendepth.report.figures import Drawing
 from tokendepth.report.heatmap import token_map
-from tokendepth.report.plots import BLUE, GREEN, GREY, VERMILLION, Points, curves, milestones, scatter
+from tokendepth.report.palette import look
+from tokendepth.report.plots import GUIDE, Points, curves, milestones, scatter
 from tokendepth.report.records import Passage
 from tokendepth.report.summary import Stat
 
 Point = tuple[float, float, float]
+TSA_COLOUR, EXIT_COLOUR = look("tsa").colour, look("early_exit").colour
 LOSS = "validation loss\n(nats per character)"
 
 
@@ -41,8 +43,8 @@ def draw(evidence: Evidence) -> list[Drawing]:
 
 def _curves(e: Evidence, name: str, title: str, dense: str, tsa: str) -> Drawing | None:
     histories = {
-        label: [row.get("history", []) for row in e.rows(experiment)]
-        for label, experiment in (("dense", dense), ("TSA, penalty 0.001", tsa))
+        model: [row.get("history", []) for row in e.rows(experiment)]
+        for model, experiment in ((("dense", "dense"), dense), (("tsa", "TSA, penalty 0.001"), tsa))
     }
     caption = (
         f"{title}: validation loss over steps and over cumulative token-layer operations, one line per seed, on the "
@@ -68,7 +70,7 @@ def _dense(e: Evidence) -> Points:
         for n in (full, *LAYERS)
         if (loss := e.stat(DENSE if n == full else fewer(n), "hard", "loss"))
     ]
-    return Points("dense, fewer layers (the control)", points, GREY, "D", "solid")
+    return Points("dense, fewer layers (the control)", points, look("dense").colour, "D", "solid")
 
 
 def _penalties(e: Evidence) -> Drawing | None:
@@ -79,9 +81,9 @@ def _penalties(e: Evidence) -> Drawing | None:
     ours = {mode: [p for value in PENALTIES for p in _at(e, penalty(value), mode)] for mode in ("soft", "hard")}
     if len(ours["soft"]) < 2:  # one penalty is no sweep
         return None
-    as_published = Points("published (soft, one seed)", published, GREY, "x", "dotted")
-    soft = Points("TSA, soft: nothing is skipped", ours["soft"], BLUE, "o", (0, (2, 1.5)), filled=False)
-    hard = Points("TSA, executed", ours["hard"], VERMILLION, "s", "none")
+    as_published = Points("published (soft, one seed)", published, GUIDE, "x", "dotted")
+    soft = Points("TSA, soft: nothing is skipped", ours["soft"], TSA_COLOUR, "o", (0, (2, 1.5)), filled=False)
+    hard = Points("TSA, executed", ours["hard"], TSA_COLOUR, "s", "none")
     caption = (
         "The depth penalty, 0 to 0.5. Left: the paper's mode, in which every layer is computed. Right: the same models "
         "executed at their threshold, on another scale, with dense models of n = 2 to 6 layers at (n - 1) / 5, the "
@@ -111,14 +113,14 @@ def _exits(e: Evidence) -> Drawing | None:
     ]
     tsa = e.published("matched", "TSA")
     left = [
-        Points("early exit", published, BLUE, "o"),
-        Points("TSA, soft: nothing is skipped", [(tsa["active_fraction"], tsa["loss"], 0.0)], VERMILLION, "*", "none"),
+        Points("early exit", published, EXIT_COLOUR, "o"),
+        Points("TSA, soft: nothing is skipped", [(tsa["active_fraction"], tsa["loss"], 0.0)], TSA_COLOUR, "*", "none"),
     ]
     right = [
-        Points("early exit", ours, BLUE, "o"),
-        Points("early exit, nothing skipped", read, BLUE, "o", (0, (2, 1.5)), filled=False),
-        Points("TSA, soft: nothing is skipped", _at(e, TSA, "soft"), VERMILLION, "*", "none"),
-        Points("TSA, executed", _at(e, TSA, "hard"), VERMILLION, "s", "none"),
+        Points("early exit", ours, EXIT_COLOUR, "o"),
+        Points("early exit, nothing skipped", read, EXIT_COLOUR, "o", (0, (2, 1.5)), filled=False),
+        Points("TSA, soft: nothing is skipped", _at(e, TSA, "soft"), TSA_COLOUR, "*", "none"),
+        Points("TSA, executed", _at(e, TSA, "hard"), TSA_COLOUR, "s", "none"),
         _dense(e),
     ]
     caption = (
@@ -133,7 +135,7 @@ def _heat_map(e: Evidence) -> Drawing | None:
     tree = next((row["passage"] for row in e.rows(TSA, "routing") if row.get("passage")), None)
     if tree is None:
         return None
-    passage = Passage(tree["pieces"], tree["sites"], tree["soft"], tree["hard"], tree["surprisal"])
+    passage = Passage.from_word(*(tree[name] for name in ("pieces", "sites", "soft", "hard", "surprisal")))
     return token_map(passage, "reproduction-routing", "TSA at penalty 0.001 on Shakespeare's validation text, seed 0")
 
 
@@ -141,9 +143,8 @@ def _wall_clock(e: Evidence) -> Drawing | None:
     rows = [row for row in e.wallclock if row["condition"] == "sparse"]
     batch = (e.timed(condition="soft") or {}).get("batch")
     published = [(r["active_fraction"], r["speedup"], 0.0) for r in e.paper if r["table"] == "wall-clock"]
-    series = [Points("published: M1 Pro, FFN, contiguous", published, GREY, "x", "dotted")]
-    looks = {"ffn": (BLUE, "FFN skipped"), "block": (GREEN, "block skipped")}
-    for skip, (colour, words) in looks.items():
+    series = [Points("published: M1 Pro, FFN, contiguous", published, GUIDE, "x", "dotted")]
+    for skip, (marker, words) in {"ffn": ("o", "FFN skipped"), "block": ("s", "block skipped")}.items():
         for positions in ("contiguous", "random"):
             points = sorted(
                 (row["active_fraction"], row["speedup"], 0.0)
@@ -152,7 +153,7 @@ def _wall_clock(e: Evidence) -> Drawing | None:
             )
             filled = positions == "contiguous"
             line = "solid" if filled else "dashed"
-            series.append(Points(f"{words}, {positions}", points, colour, "o" if filled else "s", line, filled))
+            series.append(Points(f"{words}, {positions}", points, TSA_COLOUR, marker, line, filled))
     if not any(one.points for one in series[1:]):
         return None
     device = rows[0]["device"]
@@ -167,7 +168,9 @@ def _wall_clock(e: Evidence) -> Drawing | None:
 def _milestones(e: Evidence) -> Drawing | None:
     levels = [f"{level} {unit}" for unit in ("bits", "nats") for level in LEVELS]
     rows = {
-        name: [e.steps_to(label, level / unit) for unit in (BITS, 1.0) for level in LEVELS]
+        (method_name(e.configs[label].method), name): [
+            e.steps_to(label, level / unit) for unit in (BITS, 1.0) for level in LEVELS
+        ]
         for name, label in MODELS.items()
     }
     caption = (

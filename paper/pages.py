@@ -14,7 +14,7 @@ from paper.evidence import NOT_RUN, show
 from paper.outcomes import OUTSIDE, Outcomes
 from paper.schematic import SCHEMATICS, schematic
 from paper.settings import COMPARISONS, Setting
-from paper.tradeoffs import LOOKS, draw
+from paper.tradeoffs import NAMES, draw
 from tokendepth.report.figures import Drawing
 from tokendepth.report.summary import Stat
 from tokendepth.runs.files import write_bytes
@@ -175,7 +175,7 @@ def write(results: Path, docs: Path) -> None:
     all_outcomes = [Outcomes.read(results, one) for one in COMPARISONS.values()]
     for method in SCHEMATICS:
         drawings = [schematic(method)]
-        for outcomes in all_outcomes if method in LOOKS else []:
+        for outcomes in all_outcomes if method in NAMES else []:
             ran = any(outcomes.stat(s, "loss") for s in outcomes.comparison.settings if s.method == method)
             if ran and (drawing := draw(outcomes, method, *CONTROLS.get(method, ()))):
                 drawings.append(drawing)

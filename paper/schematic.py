@@ -7,16 +7,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from tokendepth.report.figures import WIDTH, Drawing, render, style
-from tokendepth.report.palette import ACTIVE, BETWEEN, COLOURS, INK, PAPER
+from tokendepth.report.palette import ACTIVE, INK, PAPER, SKIPPED
 
 WORKED, KEPT, PASSED, ATTENDED = "#", "k", ".", "a"
 FILLS = {
     WORKED: (ACTIVE + "aa", "worked on"),
-    KEPT: (BETWEEN, "passes by, leaves key and value"),
+    KEPT: (SKIPPED, "passes by, leaves key and value"),
     PASSED: (PAPER, "passes by, leaves nothing"),
     ATTENDED: ("#cfe6e3", "attention only"),
 }
-EXPERTS = dict(zip("1234", (COLOURS[0], COLOURS[4], COLOURS[3], COLOURS[5]), strict=True))
+EXPERTS = "1234"
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def schematic(method: str) -> Drawing:
 
 
 def _cell(axes: Axes, token: int, depth: int, letter: str) -> None:
-    fill = EXPERTS[letter] + "99" if letter in EXPERTS else FILLS[letter][0]
+    fill = FILLS[WORKED if letter in EXPERTS else letter][0]
     axes.add_patch(Rectangle((token + 0.06, depth + 0.1), 0.88, 0.8, fc=fill, ec=INK, lw=0.6))
     if letter in EXPERTS:
         axes.text(token + 0.5, depth + 0.48, letter, ha="center", va="center", size=7)

@@ -6,32 +6,31 @@ from dataclasses import dataclass
 from paper.outcomes import Cost, Outcomes
 from paper.settings import Setting
 from tokendepth.report.figures import Drawing
-from tokendepth.report.palette import INK
-from tokendepth.report.plots import BLUE, GREEN, GREY, ORANGE, PINK, SKY, VERMILLION, Points
+from tokendepth.report.palette import look
+from tokendepth.report.plots import Points
 from tokendepth.report.summary import Stat
 from tokendepth.report.tradeoff import Place, tradeoff
 
-BROWN, PURPLE = "#7a4a21", "#4b2e83"  # dark, so that they stay apart from the others by lightness
-# Markers differ too: six colours are as many as stay apart to every eye.
-LOOKS = {
-    "random": ("random routing", INK, "x"),
-    "thin": ("dense, thin and deep", GREY, "s"),
-    "two_passes": ("two passes, nothing skipped", GREY, "d"),
-    "tsa": ("TSA", VERMILLION, "s"),
-    "budget": ("budget", BLUE, "o"),
-    "early_exit": ("early exit", GREEN, "^"),
-    "mod": ("MoD", PINK, "D"),
-    "mor": ("MoR", ORANGE, "P"),
-    "act": ("ACT", SKY, "X"),
-    "itt": ("ITT", BROWN, "v"),
-    "switch": ("Switch", PURPLE, "*"),
-    "span_rule": ("span by a rule", BLUE, "D"),
-    "span_boundary": ("span by learned boundaries", GREEN, "D"),
-    "span_gain": ("span by what skipping costs", VERMILLION, "D"),
-    "span_dice": ("span by dice", INK, "+"),
-    "span_score": ("span by a learned score", ORANGE, "D"),
+NAMES = {
+    "random": "random routing",
+    "thin": "dense, thin and deep",
+    "two_passes": "two passes, nothing skipped",
+    "tsa": "TSA",
+    "budget": "budget",
+    "early_exit": "early exit",
+    "mod": "MoD",
+    "mor": "MoR",
+    "act": "ACT",
+    "itt": "ITT",
+    "switch": "Switch",
+    "span_rule": "span by a rule",
+    "span_boundary": "span by learned boundaries",
+    "span_gain": "span by what skipping costs",
+    "span_dice": "span by dice",
+    "span_score": "span by a learned score",
 }
 
+SPAN_MARKERS = {"span_rule": "D", "span_boundary": "P", "span_gain": "X", "span_score": "v", "span_dice": "+"}
 LINES = ("solid", "dashed", "dotted")
 """Of the models of one method that have a curve."""
 
@@ -71,7 +70,7 @@ def draw(outcomes: Outcomes, *highlight: str, split: str = "validation", axis: A
         "parameters; grey lines skip nothing and have fewer layers; bars are standard deviations over the seeds. "
         "Above the frame stand losses too high for it; of a line, where it comes nearest."
     )
-    shown = tuple(LOOKS[method][0] for method in highlight)
+    shown = tuple(NAMES[method] for method in highlight)
     return tradeoff(name, caption, dense, series(outcomes, axis), shown, split, axis.label)
 
 
@@ -79,9 +78,9 @@ def series(outcomes: Outcomes, axis: Axis = EXECUTED) -> list[Points]:
     found = [_trained_alike(outcomes, axis)]
     curves: dict[str, list[str]] = {}
     for setting in outcomes.comparison.settings:
-        if setting.method not in LOOKS or setting.method == "two_passes":
+        if setting.method not in NAMES or setting.method == "two_passes":
             continue
-        label, colour, marker = LOOKS[setting.method]
+        label, (colour, marker) = NAMES[setting.method], _look(setting.method)
         if axis is not EXECUTED or (setting.budget is None and not setting.chosen_by_work):
             place = _place(outcomes, setting, axis)
             found.append(Points(label, [place] if place else [], colour, marker, "none", filled=not setting.matched))
@@ -93,11 +92,17 @@ def series(outcomes: Outcomes, axis: Axis = EXECUTED) -> list[Points]:
     return found
 
 
+def _look(kind: str) -> tuple[str, str]:
+    """Colour and marker; deciders of a span have one colour."""
+    if kind in SPAN_MARKERS:
+        return look("span").colour, SPAN_MARKERS[kind]
+    return (look("dense").colour, "s") if kind == "thin" else (look(kind).colour, look(kind).marker)
+
+
 def _trained_alike(outcomes: Outcomes, axis: Axis) -> Points:
-    """What skips nothing and was trained as budget routing is: a second grey line."""
-    label, colour, marker = LOOKS["two_passes"]
+    """What skips nothing and was trained as budget routing is: a second line of dense models."""
     places = [place for setting in outcomes.of("two_passes") if (place := _place(outcomes, setting, axis))]
-    return Points(label, sorted(places), colour, marker, "dashed")
+    return Points(NAMES["two_passes"], sorted(places), look("dense").colour, "d", "dashed")
 
 
 def _place(outcomes: Outcomes, setting: Setting, axis: Axis) -> Place | None:

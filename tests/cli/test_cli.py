@@ -156,10 +156,14 @@ def test_demo_trains_evaluates_and_reports_and_does_not_repeat_itself(tmp_path, 
     (tmp_path / "corpus.txt").write_text("def f(x):\n    return x + 1\n" * 200)
     monkeypatch.setattr("tokendepth.cli.commands.one.recipe", lambda name: override(recipe(name), tiny))
     main(["demo", "--out", str(tmp_path / "demo")])
-    said = capsys.readouterr().out
+    output = capsys.readouterr()
+    said = output.out
     page = tmp_path / "demo" / "report" / "report.html"
     assert str(page.resolve()) in said
     assert "soft" in said
+    names = ("demo.dense", "demo.budget", "demo.tsa")
+    assert "demo.dense, demo.budget and demo.tsa were trained on corpus.txt for 2 steps each" in " ".join(said.split())
+    assert all(f"{name}: executing it" in output.err for name in names)
     assert "<svg" in page.read_text()
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "demo").glob("demo.*/*")}
     main(["demo", "--out", str(tmp_path / "demo")])

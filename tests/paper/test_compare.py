@@ -19,12 +19,13 @@ from paper.grid import same
 from paper.outcomes import COSTS, OUTSIDE, Outcomes, interpolate
 from paper.schematic import ATTENDED, SCHEMATICS, WORKED
 from paper.settings import COMPARISONS, RUNS, SETTINGS, Setting
-from paper.tradeoffs import series
+from paper.tradeoffs import NAMES, series
 from tests.tiny import hashes
 from tokendepth.cli.main import main, parse
 from tokendepth.config import DenseConfig
 from tokendepth.methods import METHODS
 from tokendepth.report.figures import Drawing
+from tokendepth.report.palette import look
 from tokendepth.report.summary import Stat
 from tokendepth.runs.results import read_rows
 
@@ -266,6 +267,14 @@ def test_curves_of_one_method_can_be_told_apart():
     assert len(set(looks)) == len(looks)
     assert ("early exit by confidence", "solid") in looks
     assert ("early exit by correctness", "dashed") in looks
+
+
+def test_a_method_has_its_colour_of_the_palette():
+    drawn = {points.label: points.colour for points in series(made_up(loss=2.6, flops=3.5e6))}
+    for method, name in NAMES.items():
+        known = [colour for label, colour in drawn.items() if label.startswith(name)]
+        assert known
+        assert set(known) == {look("dense" if method == "two_passes" else method).colour}, name
 
 
 def test_budget_routing_stands_beside_models_that_were_trained_alike():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny import add_rows
-from tokendepth.config import DataConfig, DenseConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.config import METHOD_CONFIGS, DataConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
 from tokendepth.runs.files import write_json, write_manifest
 from tokendepth.runs.run import EVALUATION_VERSION, Run
 
@@ -74,6 +74,15 @@ def tsa_evaluation(soft: float = 1.4482, hard: float = 1.4523, text: str = TEXT)
     }  # fmt: skip
 
 
+def budget_evaluation(loss: float = 1.29798) -> dict[str, Any]:
+    """Without a soft mode; a tenth below `dense_evaluation`."""
+    decided = {**passage(), "soft": passage()["hard"]}
+    return {
+        **tsa_evaluation(loss, loss), "method": "budget", "recipe": "shakespeare.budget", "has_soft": False,
+        "tlops_skipped": 0.5, "flops_skipped": 0.40449, "flops_per_token": 6.55e6, "passage": decided,
+    }  # fmt: skip
+
+
 def metrics(final: float = 1.45, until: int = 5000, active: float = 1.0) -> list[dict[str, Any]]:
     rng, rows, per_step = random.Random(final), [], 64 * 128
     for step in range(50, until + 1, 50):
@@ -98,10 +107,12 @@ def write_run(
     env: dict[str, Any] | None = None,
     corpus: str = "shakespeare",
     penalty: float = 0.001,
+    layers: int = LAYERS,
 ) -> Run:
     config = RunConfig(
         data=DataConfig(corpus=corpus),
-        method=TSAConfig(depth_penalty=penalty) if method == "tsa" else DenseConfig(),
+        model=ModelConfig(n_layer=layers),
+        method=TSAConfig(depth_penalty=penalty) if method == "tsa" else METHOD_CONFIGS[method](),
         train=replace(TrainConfig(), seed=seed),
         recipe=f"{corpus}.{method}",
     )

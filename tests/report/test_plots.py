@@ -5,18 +5,20 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from paper.architecture import architecture
-from tokendepth.report.plots import BLUE, Points, curves, milestones, scatter
+from tokendepth.report.palette import ALARM, look
+from tokendepth.report.plots import Points, curves, milestones, scatter
 
+DENSE, TSA = ("dense", "dense"), ("tsa", "TSA, penalty 0.001")
 HISTORY = [{"step": step, "tlops": 1e6 * step, "val_loss": 3 - step / 1000} for step in (250, 500, 750)]
 
 
 def drawings():
-    points = Points("ours", [(0.2, 1.5, 0.01), (0.9, 1.4, 0.0)], BLUE)
+    points = Points("ours", [(0.2, 1.5, 0.01), (0.9, 1.4, 0.0)], look("tsa").colour)
     return {
         "architecture": architecture(),
-        "curves": curves("curves", "c", {"dense": [HISTORY], "TSA": [HISTORY, HISTORY]}),
+        "curves": curves("curves", "c", {DENSE: [HISTORY], TSA: [HISTORY, HISTORY]}),
         "scatter": scatter("scatter", "c", "loss", {"a": [points], "b": []}, marks={"here": 0.7}, level=1.0),
-        "milestones": milestones("milestones", "c", {"dense": [[250, 500], [None, 750]]}, ["2.5", "2.0"], 1000),
+        "milestones": milestones("milestones", "c", {DENSE: [[250, 500], [None, 750]]}, ["2.5", "2.0"], 1000),
     }
 
 
@@ -36,10 +38,19 @@ def test_they_are_whole_and_the_same_each_time(drawn):
 
 
 def test_without_numbers_there_is_no_figure():
-    assert curves("x", "c", {"dense": [], "TSA": [[]]}) is None
-    assert scatter("x", "c", "loss", {"a": [Points("none", [], BLUE)]}) is None
-    assert milestones("x", "c", {"dense": [[], []]}, ["2.5", "2.0"], 1000) is None
+    assert curves("x", "c", {DENSE: [], TSA: [[]]}) is None
+    assert scatter("x", "c", "loss", {"a": [Points("none", [], look("tsa").colour)]}) is None
+    assert milestones("x", "c", {DENSE: [[], []]}, ["2.5", "2.0"], 1000) is None
 
 
 def test_one_that_never_gets_there_is_still_drawn():
-    assert milestones("x", "c", {"dense": [[None]]}, ["1.8 bits"], 1000) is not None
+    assert milestones("x", "c", {DENSE: [[None]]}, ["1.8 bits"], 1000) is not None
+
+
+def test_models_have_the_colour_of_their_method_and_never_is_alarming(drawn):
+    svg = {name: drawing.svg.decode() for name, drawing in drawn.items()}
+    for method in ("dense", "tsa"):
+        assert look(method).colour in svg["curves"]
+    assert look("dense").colour in svg["milestones"]
+    assert ALARM in svg["milestones"]
+    assert ALARM not in svg["curves"] + svg["scatter"] + svg["architecture"]

@@ -16,7 +16,6 @@ from tests.report.fakes import TEXT, dense_evaluation, metrics, passage, tsa_eva
 from tokendepth.errors import UserError
 from tokendepth.report import build, markdown_table, rows
 from tokendepth.report.heatmap import COLUMNS, LINES
-from tokendepth.report.palette import ACTIVE, BETWEEN, COLOURS, HALTED, blend, colour, lone_mark
 
 ROOT = Path(tokendepth.runs.__file__).parents[1]
 
@@ -64,7 +63,7 @@ def report(tmp_path_factory) -> tuple[Path, Page]:
 
 def test_the_folder_is_complete_and_its_figures_show_something(report):
     out = report[0].parent
-    names = {"loss_steps", "loss_tlops", "active_fraction", "pareto_01", "tokens_01"}
+    names = {"overview_01", "loss_steps", "loss_tlops", "active_fraction", "pareto_01", "tokens_01"}
     assert report[0] == out / "report.html"
     assert {p.name for p in out.iterdir()} == {"report.html", "table.md", "table.json", "figures"}
     assert {p.name for p in (out / "figures").iterdir()} == {f"{n}.{s}" for n in names for s in ("svg", "png")}
@@ -75,13 +74,14 @@ def test_the_folder_is_complete_and_its_figures_show_something(report):
         assert "</svg>" in svg
         width, height = struct.unpack(">II", png[16:24])
         assert png.startswith(b"\x89PNG")
-        assert width >= 1000
+        assert width >= 700
         assert height >= 400
         assert len(png) > 10_000
         resolution = png.index(b"pHYs") + 4
         assert struct.unpack(">I", png[resolution : resolution + 4]) == (7874,)  # a metre: 200 an inch
     # One image per router, line of text and mode, and the key.
-    lines = min(-(-len(TEXT) // COLUMNS), LINES)
+    shown = TEXT[TEXT.index("Citizen") :]  # from a word that is surely whole
+    lines = min(-(-len(shown) // COLUMNS), LINES)
     assert (out / "figures" / "tokens_01.svg").read_text().count("<image") == 5 * lines * 2 + 1
 
 
@@ -111,7 +111,7 @@ def test_the_page_needs_no_other_file(report):
 
 def test_figures_are_inline_with_ids_of_their_own_and_the_ink_of_the_page(report):
     page = report[1]
-    assert len(page.all("svg")) == 5
+    assert len(page.all("svg")) == 6
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     wanted = set(re.findall(r'(?:href="#|url\(#)([^")]+)', page.source))
@@ -126,9 +126,10 @@ def test_figures_are_inline_with_ids_of_their_own_and_the_ink_of_the_page(report
 def test_the_page_says_what_it_must(report):
     text = report[1].text
     for part in (
-        "What tokendepth reports as saved is skipped, executed and timed.", "† collapses when executed",
-        "How to read this", "They are not FLOPs.", "one seed: differences under 0.9% are noise", "2.13.0",
-        "control: untrained router soft", "loss 2.3100, active fraction 0.710", "tokendepth report",
+        "† collapses when executed", "Glossary", "dense and tsa were trained on shakespeare for 5,000 steps each",
+        "skips 32.2% of the work", "Timed: a forward pass that skips, on cpu, batch 8.", "2.13.0", "tokendepth report",
+        "one seed: differences under 0.9% are noise", "loss 2.3100, active fraction 0.710",
+        "control: untrained router soft",
     ):  # fmt: skip
         assert part in text
     badges = [attrs for attrs in report[1].all("b") if attrs.get("class") == "badge"]
@@ -139,25 +140,21 @@ def test_the_page_says_what_it_must(report):
 
 
 def test_each_character_is_a_span_with_both_shades_and_every_router(report):
-    page, told = report[1], passage()
+    page, told, first = report[1], passage(), TEXT.index("Citizen")
     spans = [attrs for attrs in page.all("span") if "--hard" in attrs.get("style", "")]
-    assert len(spans) == len(TEXT)
-    assert spans[0]["title"].splitlines()[0] == "F  surprisal (soft) —"
-    for t in (1, 5, 40):
-        lines = spans[t]["title"].splitlines()
+    assert len(spans) == len(TEXT) - first
+    assert spans[0]["title"].splitlines()[0].startswith("C  surprisal (soft) ")
+    for t in (7, 11, 46):
+        lines = spans[t - first]["title"].splitlines()
         assert lines[0].endswith(f"surprisal (soft) {told['surprisal'][t]:.2f} nats")
         for s in range(5):
-            decision = "active" if told["hard"][s][t] else "halted"
+            decision = "active" if told["hard"][s][t] else "skipped"
             assert lines[1 + s] == f"block {s + 2}: keep {told['soft'][s][t]:.2f}, {decision}"
         depth = sum(row[t] for row in told["hard"]) / 5
-        assert spans[t]["style"].endswith(f"--hard:{blend(depth)}")
+        assert spans[t - first]["style"].endswith(f"--hard:{depth:.2g}")
     assert "↵" in page.text
-    assert "First·Citizen" in page.text
+    assert "Before·we·proceed" in page.text
     assert len([a for a in page.all("input") if a["type"] == "radio"]) == 2
-
-
-def test_shades_run_from_halted_to_active():
-    assert (blend(0), blend(0.5), blend(1)) == (HALTED, BETWEEN, ACTIVE)
 
 
 def test_everything_from_a_run_is_escaped(make_run, tmp_path):
@@ -182,9 +179,9 @@ def test_names_that_matplotlib_or_utf8_would_trip_over(make_run, tmp_path):
     names = ["$x_{", "_hidden", "new\nline", "日本語", os.fsdecode(b"bad\xff"), "n" * 120]
     runs = [make_run(name, rows=metrics(until=500), penalty=i) for i, name in enumerate(names)]
     # As ASCII, since UTF-8 cannot hold the half of a surrogate pair that one byte of a character may decode to.
-    runs[0].write_evaluation(tsa_evaluation(text="$a^ \udc80\x00\t日"))
+    runs[0].write_evaluation(tsa_evaluation(text="x a$^ \udc80\x00\t日"))
     text = Page(build(runs, tmp_path / "out")).text
-    for shown in ("$x_{", "_hidden", "new▯line", "日本語", "bad▯", "n" * 120, "$a^·▯▯→日"):
+    for shown in ("$x_{", "_hidden", "new▯line", "日本語", "bad▯", "n" * 120, "a$^·▯▯→日"):
         assert shown in text
 
 
@@ -193,7 +190,7 @@ def test_runs_without_evaluation_give_curves_only(make_run, tmp_path):
     page = Page(build([run], tmp_path / "out"))
     assert {p.stem for p in (tmp_path / "out" / "figures").iterdir()} == {"loss_steps", "loss_tlops"}
     assert "not finished: half (step 1,600 of 5,000)" in page.text
-    assert "Depth per token" not in page.text
+    assert "token by token" not in page.text
 
 
 def test_a_run_of_nothing_gives_a_page_without_figures(make_run, tmp_path):
@@ -206,7 +203,8 @@ def test_a_run_of_nothing_gives_a_page_without_figures(make_run, tmp_path):
 
 def test_dense_only_has_no_router_to_show(make_run, tmp_path):
     build([make_run("d", "dense", evaluation=dense_evaluation(), rows=metrics(until=500))], tmp_path / "out")
-    assert {p.stem for p in (tmp_path / "out" / "figures").iterdir()} == {"loss_steps", "loss_tlops"}
+    drawn = {p.stem for p in (tmp_path / "out" / "figures").iterdir()}
+    assert drawn == {"overview_01", "loss_steps", "loss_tlops"}
 
 
 def test_a_method_without_a_soft_mode(make_run, tmp_path):
@@ -217,7 +215,8 @@ def test_a_method_without_a_soft_mode(make_run, tmp_path):
     assert not page.all("input")
     assert "only-hard" in page.source
     assert "keep 0" not in page.source
-    assert {p.stem for p in (tmp_path / "out" / "figures").iterdir()} == {"active_fraction", "tokens_01"}
+    drawn = {p.stem for p in (tmp_path / "out" / "figures").iterdir()}
+    assert drawn == {"overview_01", "active_fraction", "tokens_01"}
 
 
 @pytest.mark.slow
@@ -225,7 +224,7 @@ def test_twelve_runs_on_two_corpora(make_run, tmp_path):
     each = {"evaluation": tsa_evaluation(text="ab c"), "rows": metrics(until=750)}
     runs = [make_run(f"run{i}", **each, penalty=i, corpus=("enwik8", "stdlib")[i % 2]) for i in range(12)]
     page = Page(build(runs, tmp_path / "out"))
-    assert len(page.all("svg")) == 3 + 12
+    assert len(page.all("svg")) == 2 + 3 + 12
     assert all(f"run{i}" in page.text for i in range(12))
 
 
@@ -235,7 +234,7 @@ def test_a_rebuilt_report_keeps_no_figure_of_the_old_one_and_no_other_file_is_to
     (out / "figures" / "mine.png").write_bytes(b"")
     (out / "notes.txt").write_text("mine")
     build([make_run("d", "dense", evaluation=dense_evaluation())], out)
-    assert [p.name for p in (out / "figures").iterdir()] == ["mine.png"]
+    assert {p.stem for p in (out / "figures").iterdir()} == {"mine", "overview_01"}
     assert (out / "notes.txt").exists()
 
 
@@ -243,7 +242,7 @@ def test_the_same_runs_give_the_same_bytes(make_run, tmp_path):
     runs = [make_run("tsa", evaluation=tsa_evaluation(text="ab c"), rows=metrics(until=500))]
     first, second = build(runs, tmp_path / "a").parent, build(runs, tmp_path / "b").parent
     files = [p.relative_to(first) for p in first.rglob("*") if p.is_file()]
-    assert len(files) == 3 + 8
+    assert len(files) == 3 + 10
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in files)
 
 
@@ -297,7 +296,3 @@ def test_a_missing_extra_names_its_remedy_and_the_tables_need_none(make_run, tmp
     done = python(code, missing)
     assert markdown_table(rows([run])) in done.stdout
     assert f"said: the report needs {missing}, not installed; pip install 'tokendepth[report]'" in done.stdout
-
-
-def test_lone_marks_past_the_last_colour_can_be_told_apart():
-    assert len({(colour(i), lone_mark(i)) for i in range(3 * len(COLOURS))}) == 3 * len(COLOURS)

@@ -3,17 +3,20 @@
 import io
 import math
 import statistics
+import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import matplotlib.style
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from tokendepth.report.palette import INK, PAPER, colour, dash
+from tokendepth.report.palette import INK, PAPER, RowLook, row_looks
 from tokendepth.report.summary import Row
 
 STYLE = {
@@ -77,12 +80,13 @@ def render(figure: Figure, name: str, caption: str) -> Drawing:
     return Drawing(name, caption, svg.getvalue(), png.getvalue())
 
 
-def shorten(label: str, longest: int = 34) -> str:
-    """Both ends of a long name: the one says what it is, the other how it differs."""
-    if len(label) <= longest:
-        return label
-    head = longest // 2
-    return label[:head] + "…" + label[head - longest + 1 :]
+def wrapped(label: str, longest: int) -> str:
+    """A long name on several lines; none of it is cut off."""
+    return "\n".join(textwrap.wrap(label, longest)) or label
+
+
+def looks(table: list[Row]) -> list[RowLook]:
+    return row_looks([row.kind for row in table])
 
 
 def comparison(table: list[Row]) -> list[Drawing]:
@@ -113,21 +117,23 @@ def loss_over_tlops(table: list[Row]) -> Drawing | None:
 def _loss_curves(table: list[Row], x: str, unit: float, label: str, name: str, caption: str) -> Drawing | None:
     """One panel per corpus, since losses on different texts do not compare."""
     curves = {record.path: record.curve(x, "val_loss") for row in table for record in row.records}
-    numbered = [(i, row) for i, row in enumerate(table) if any(curves[r.path] for r in row.records)]
-    corpora = list(dict.fromkeys(row.corpus for _, row in numbered))
+    drawn = [
+        (look, row) for look, row in zip(looks(table), table, strict=True) if any(curves[r.path] for r in row.records)
+    ]
+    corpora = list(dict.fromkeys(row.corpus for _, row in drawn))
     if not corpora:
         return None
-    legend_lines = (len(numbered) + 1) // 2
-    figure = Figure(figsize=(WIDTH, 2.6 * len(corpora) + 0.35 + 0.17 * legend_lines), layout="constrained")
+    legend = legend_height(row.title for _, row in drawn)
+    figure = Figure(figsize=(WIDTH, 2.6 * len(corpora) + 0.35 + legend), layout="constrained")
     panels = figure.subplots(len(corpora), squeeze=False)[:, 0]
     handles = {}
     for axes, corpus in zip(panels, corpora, strict=True):
-        members = [(i, row, r) for i, row in numbered if row.corpus == corpus for r in row.records if curves[r.path]]
-        for i, row, record in members:
+        members = [(a, row, r) for a, row in drawn if row.corpus == corpus for r in row.records if curves[r.path]]
+        for a, row, record in members:
             if x == "step" and (trained := record.curve("step", "task_loss") or record.curve("step", "loss")):
-                axes.plot(*zip(*trained, strict=True), color=colour(i), linewidth=0.7, alpha=0.3, zorder=1)
+                axes.plot(*zip(*trained, strict=True), color=a.colour, linewidth=0.7, alpha=0.3, zorder=1)
             xs, ys = zip(*curves[record.path], strict=True)
-            look = {"color": colour(i), "linestyle": dash(i), "linewidth": 1.5 if len(row.records) == 1 else 1.0}
+            look = {"color": a.colour, "linestyle": a.dash, "linewidth": 1.5 if len(row.records) == 1 else 1.0}
             if len(xs) <= 12:  # few enough to show each validation, and one alone makes no line
                 look |= {"marker": "o", "markersize": 3}
             (handles[row.title],) = axes.plot([value / unit for value in xs], ys, zorder=2, **look)
@@ -137,7 +143,7 @@ def _loss_curves(table: list[Row], x: str, unit: float, label: str, name: str, c
         if x == "step":
             axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if len(corpora) > 1:
-            axes.set_title(shorten(corpus, 60))
+            axes.set_title(wrapped(corpus, 60))
     panels[-1].set_xlabel(label)
     legend_below(figure, handles)
     return render(figure, name, caption)
@@ -152,30 +158,52 @@ def _window(losses: list[list[float]]) -> tuple[float, float]:
 
 def legend_below(figure: Figure, handles: dict) -> None:
     """Below the panels, where it hides no line."""
-    labels = [shorten(label) for label in handles]
-    figure.legend(handles.values(), labels, loc="outside lower center", ncols=min(len(labels), 2), handlelength=2.4)
+    labels, across = _legend(handles)
+    figure.legend(handles.values(), labels, loc="outside lower center", ncols=across, handlelength=2.4)
+
+
+def legend_height(labels: Iterable[str]) -> float:
+    """Inches that `legend_below` needs for these."""
+    lines, across = _legend(labels)
+    return 0.17 * -(-sum(line.count("\n") + 1 for line in lines) // across)
+
+
+def _legend(labels: Iterable[str]) -> tuple[list[str], int]:
+    """Labels as they are written, and in how many columns."""
+    lines = [wrapped(label, 64) for label in dict.fromkeys(labels)]
+    for across in range(min(len(lines), 3), 1, -1):
+        columns = np.array_split(lines, across)  # as matplotlib fills them
+        if sum(max(map(_width, column)) for column in columns) <= 72 * WIDTH:
+            return lines, across
+    return lines, 1
+
+
+def _width(label: str) -> float:
+    """Of a legend's entry with its handle and the gaps around it, in points."""
+    size = STYLE["legend.fontsize"]
+    return max(TextPath((0, 0), line, size=size).get_extents().width for line in label.split("\n")) + 5.2 * size
 
 
 def active_fraction(table: list[Row]) -> Drawing | None:
     """Small multiples, one per routed row, so that soft and hard of one run are compared and runs do not overlap."""
-    routed = [(i, row) for i, row in enumerate(table) if any(_per_layer(row, mode) for mode in MODES)]
+    routed = [(a, row) for a, row in zip(looks(table), table, strict=True) if any(_per_layer(row, m) for m in MODES)]
     if not routed:
         return None
     across = min(len(routed), 3)
     down = -(-len(routed) // across)
     figure = Figure(figsize=(WIDTH if across < 3 else 1.25 * WIDTH, 2.0 * down + 0.75), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False, sharey=True)
-    for axes, (i, row) in zip(grid.flat, routed, strict=False):
+    for axes, (a, row) in zip(grid.flat, routed, strict=False):
         for mode, look in MODES.items():
             if layers := _per_layer(row, mode):
                 means = [statistics.fmean(layer) for layer in layers]
                 # Rounding may put the mean of equal values outside them, and a bar of negative length is an error.
                 below = [max(0, mean - min(layer)) for mean, layer in zip(means, layers, strict=True)]
                 above = [max(0, max(layer) - mean) for mean, layer in zip(means, layers, strict=True)]
-                axes.errorbar(range(len(layers)), means, [below, above], color=colour(i), **look)
+                axes.errorbar(range(len(layers)), means, [below, above], color=a.colour, **look)
         axes.set_ylim(-0.04, 1.06)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.set_title(shorten(row.title, 24 if across == 3 else 40))
+        axes.set_title(wrapped(row.title, 24 if across == 3 else 30))
     for place, axes in enumerate(grid.flat):
         axes.set_visible(place < len(routed))
         if place + across >= len(routed):  # the lowest panel of its column

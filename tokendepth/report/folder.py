@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from tokendepth.errors import UserError
+from tokendepth.report.headline import by_corpus, headline
 from tokendepth.report.summary import rows
 from tokendepth.report.tables import json_table, markdown_table
 from tokendepth.runs.files import disk_faults, write_bytes, write_json
@@ -20,22 +21,25 @@ def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
     if os.path.isfile(out):
         raise UserError(f"{out} is a file; expected a folder for the report; choose another --out")
     try:
-        from tokendepth.report import figures, heatmap, page, pareto
+        from tokendepth.report import figures, heatmap, overview, page, pareto
     except ModuleNotFoundError as error:
         missing = (error.name or "a package").split(".")[0]
         raise UserError(f"the report needs {missing}, not installed; pip install 'tokendepth[report]'") from None
 
+    headlines = []
+    for n, members in enumerate(by_corpus(table).values(), 1):
+        headlines.append((headline(members), overview.overview(f"overview_{n:02d}", members)))
     drawings = [*figures.comparison(table), *pareto.pareto(table)]
     maps = {}
     for record in (record for row in table for record in row.records):
         if passage := record.passage:
             maps[record.path] = heatmap.token_map(passage, f"tokens_{len(maps) + 1:02d}", record.name)
-    html = page.render(table, drawings, maps, title or "tokendepth report")
+    html = page.render(table, headlines, drawings, maps, title or "tokendepth report")
 
     folder = out / "figures"
     with disk_faults(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    drawings += maps.values()
+    drawings += [*(picture for _, picture in headlines if picture), *maps.values()]
     for drawing in drawings:
         write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
         write_bytes(folder / f"{drawing.name}.png", drawing.png)
@@ -50,6 +54,7 @@ def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
 
 def _stale(folder: Path, kept: set[str]) -> list[Path]:
     """Figures that an earlier report left and this one does not have: beside it they would pass for its own."""
-    patterns = ("loss_steps", "loss_tlops", "active_fraction", "pareto_[0-9][0-9]", "tokens_[0-9][0-9]")
+    numbered = ("overview_[0-9][0-9]", "pareto_[0-9][0-9]", "tokens_[0-9][0-9]")
+    patterns = ("loss_steps", "loss_tlops", "active_fraction", *numbered)
     ours = [path for name in patterns for suffix in ("svg", "png") for path in folder.glob(f"{name}.{suffix}")]
     return [path for path in ours if path.stem not in kept]

@@ -1,14 +1,14 @@
-"""The paper's token map: a passage over one row per router, teal where a token is active, vermillion where it halts."""
+"""The paper's token map: a passage over one row per router, teal where a token is active, grey where it is skipped."""
 
-from itertools import accumulate
+import itertools
 
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from tokendepth.report.figures import Drawing, render, style
-from tokendepth.report.palette import ACTIVE, BETWEEN, HALTED
-from tokendepth.report.records import Passage, visible
+from tokendepth.report.palette import ACTIVE, SKIPPED
+from tokendepth.report.records import MARKS, Passage, visible
 
 COLUMNS = 43
 """Characters a line: what a column of text is wide."""
@@ -16,14 +16,16 @@ LINES = 6
 """Beyond these a figure no longer fits a page; the HTML shows the whole passage."""
 CELL = 0.104
 """Inches: width of one character and height of one router's row."""
+SPACES = tuple(MARKS.values())
+"""As `visible` writes them."""
 LEFT, HEAD, GAP = 0.75, 0.34, 0.9
 """Inches for the routers' names and for a panel's heading; rows of space between two lines of text."""
 
 TITLES = {
-    "soft": "soft: weights (all is computed)",
-    "hard": "hard: decisions (what sparse execution runs)",
+    "soft": "soft: weights, all is computed",
+    "hard": "hard: decisions, what sparse runs",
 }
-SHADES = LinearSegmentedColormap.from_list("depth", [HALTED, BETWEEN, ACTIVE])
+SHADES = LinearSegmentedColormap.from_list("depth", [SKIPPED, ACTIVE])
 
 
 def token_map(passage: Passage, name: str, title: str) -> Drawing:
@@ -50,18 +52,21 @@ def token_map(passage: Passage, name: str, title: str) -> Drawing:
         panels = " Above, the gates as weights; below, the decisions at the threshold." if len(modes) > 1 else ""
         caption = (
             f"{title}: each token above one row per router, which is named by the block that it guards. Teal: active; "
-            f"vermillion: halted.{panels}{part}"
+            f"grey: skipped.{panels}{part}"
         )
         return render(figure, name, caption)
 
 
 def _wrap(texts: list[str]) -> list[list[str]]:
-    """Lines of at most COLUMNS characters; a longer token is cut to fit one."""
+    """Lines of at most COLUMNS characters that end between words where they can; a longer token is cut to fit one."""
     lines: list[list[str]] = [[]]
     for text in texts:
-        text = text[:COLUMNS]
-        if sum(map(len, lines[-1])) + len(text) > COLUMNS:
-            lines.append([])
+        text, line = text[:COLUMNS], lines[-1]
+        if sum(map(len, line)) + len(text) > COLUMNS:
+            joints = enumerate(itertools.pairwise([*line, text]), 1)
+            between = [n for n, (a, b) in joints if a.endswith(SPACES) or b.startswith(SPACES)]
+            cut = between[-1] if between else len(line)
+            lines[-1:] = [line[:cut], line[cut:]]
         lines[-1].append(text)
     return lines
 
@@ -69,7 +74,7 @@ def _wrap(texts: list[str]) -> list[list[str]]:
 def _panel(axes: Axes, lines: list[list[str]], sites: list[str], grid: list[list[float]]) -> None:
     first, top = 0, 0.0
     for line in lines:
-        ends = list(accumulate(map(len, line)))
+        ends = list(itertools.accumulate(map(len, line)))
         for text, end in zip(line, ends, strict=True):
             centre = end - len(text) / 2
             axes.text(centre, top + 0.45, text, family="DejaVu Sans Mono", size=7, ha="center", va="center")
@@ -88,5 +93,5 @@ def _key(axes: Axes) -> None:
     top = -1.9
     left, right = COLUMNS - 10, COLUMNS - 4.5
     axes.imshow([[i / 63 for i in range(64)]], SHADES, extent=(left, right, top + 1, top), aspect="auto", clip_on=False)
-    for x, text, side in ((left - 0.4, "halted 0", "right"), (right + 0.4, "1 active", "left")):
+    for x, text, side in ((left - 0.4, "skipped 0", "right"), (right + 0.4, "1 active", "left")):
         axes.text(x, top + 0.5, text, size=7, ha=side, va="center")

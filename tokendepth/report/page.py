@@ -11,10 +11,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tokendepth.config import method_name
-from tokendepth.report.figures import Drawing
-from tokendepth.report.palette import INK, PAPER, blend, colour
-from tokendepth.report.records import Passage, Record, printable, visible
-from tokendepth.report.summary import COLLAPSE, DASH, NOISE, Row, columns, notes
+from tokendepth.report.figures import Drawing, looks
+from tokendepth.report.glossary import GLOSSARY
+from tokendepth.report.headline import Headline
+from tokendepth.report.palette import ACTIVE, INK, LOOKS, PAPER, SKIPPED, UNKNOWN, RowLook
+from tokendepth.report.records import LINE_ENDS, Passage, Record, printable, visible
+from tokendepth.report.summary import DASH, Column, Row, columns, notes
 
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -25,33 +27,53 @@ ENVIRONMENT = Environment(
 )
 
 
-def render(table: list[Row], drawings: list[Drawing], maps: dict[Path, Drawing], title: str) -> str:
+METHODS = [(f"--method-{name.replace('_', '-')}", look) for name, look in {**LOOKS, "unknown": UNKNOWN}.items()]
+"""The page's variables for their colours, which differ on a light and on a dark page."""
+
+
+def render(
+    table: list[Row],
+    headlines: list[tuple[Headline, Drawing | None]],
+    drawings: list[Drawing],
+    maps: dict[Path, Drawing],
+    title: str,
+) -> str:
     records = [record for row in table for record in row.records]
     shown = columns(table)
     return ENVIRONMENT.get_template("page.html").render(
         title=title,
         columns=shown,
         groups=[(name, sum(c.group == name for c in shown)) for name in ("", "soft", "executed")],
-        rows=[_row(row, i, shown) for i, row in enumerate(table)],
+        rows=[_row(row, look, shown) for look, row in zip(looks(table), table, strict=True)],
+        headlines=[(words, picture and _figure(picture)) for words, picture in headlines],
+        paints={row.label: _paint(look.colour) for look, row in zip(looks(table), table, strict=True)},
+        glossary=GLOSSARY,
         notes=notes(table),
         figures=[_figure(drawing) for drawing in drawings],
         passages=[_passage(record, passage, maps) for record in records if (passage := record.passage)],
         records=[_provenance(record) for record in records],
-        noise=NOISE,
-        collapse=f"{COLLAPSE:.0%}",
-        shades=[blend(i / 8) for i in range(9)],
+        shades=[i / 8 for i in range(9)],
+        methods=METHODS,
+        dash=DASH,
+        active=" ".join(map(str, bytes.fromhex(ACTIVE[1:]))),
+        skipped=SKIPPED,
     )
 
 
-def _row(row: Row, index: int, shown: list) -> dict[str, Any]:
+def _paint(colour: str) -> str:
+    """A method's colour as the page's own, which follows the light or the dark page."""
+    return next((f"var({name})" for name, look in METHODS if look.colour == colour), colour)
+
+
+def _row(row: Row, look: RowLook, shown: list[Column]) -> dict[str, Any]:
     seeds = ", ".join(str(record.config.train.seed) for record in row.records)
     return {
         "label": row.title,
         "about": f"{row.corpus}, seed{'s' if len(row.records) > 1 else ''} {seeds}",
         "method": row.method,
-        "colour": colour(index),
+        "colour": _paint(look.colour),
         "collapses": row.collapses,
-        "cells": [(c.group, row.collapses and c.key == "loss_hard", row.numbers(c)) for c in shown],
+        "cells": [(c, row.collapses and c.key == "loss_hard", row.numbers(c)) for c in shown],
     }
 
 
@@ -60,13 +82,15 @@ def _figure(drawing: Drawing) -> dict[str, Any]:
 
 
 def inline(svg: str, prefix: str) -> str:
-    """An SVG file as a part of a page: no prolog, only ids that it uses, no background, and the page's ink."""
+    """An SVG file as a part of a page: no prolog, only ids that it uses, no background, the page's ink and colours."""
     svg = re.sub(r"<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     opening, body = svg.split(">", 1)
     svg = re.sub(r' (width|height|version)="[^"]*"', "", opening) + ">" + body  # the page's style gives it a size
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
     svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+    for colour in {look.colour for _, look in METHODS} - {INK}:
+        svg = svg.replace(colour, _paint(colour))
     return svg.replace(INK, "currentColor").replace(PAPER, "none").replace("<svg", '<svg role="img"', 1).strip()
 
 
@@ -75,8 +99,9 @@ def _passage(record: Record, passage: Passage, maps: dict[Path, Drawing]) -> dic
     tokens = []
     for t, piece in enumerate(passage.pieces):
         depth = {mode: sum(row[t] for row in grid) / len(grid) for mode, grid in modes.items()}
-        shades = ";".join(f"--{mode}:{blend(share)}" for mode, share in depth.items())
-        tokens.append({"text": visible(piece), "breaks": "\n" in piece, "shades": shades, "tip": _tip(passage, t)})
+        shades = ";".join(f"--{mode}:{share:.2g}" for mode, share in depth.items())
+        ends = piece.endswith(LINE_ENDS)
+        tokens.append({"text": visible(piece), "breaks": ends, "shades": shades, "tip": _tip(passage, t)})
     return {
         "name": record.name,
         "tokens": tokens,
@@ -94,7 +119,7 @@ def _tip(passage: Passage, t: int) -> str:
     ]
     for s, site in enumerate(passage.sites):
         keep = [] if passage.soft is None else [f"keep {passage.soft[s][t]:.2f}"]
-        decision = [] if passage.hard is None else ["active" if passage.hard[s][t] else "halted"]
+        decision = [] if passage.hard is None else ["active" if passage.hard[s][t] else "skipped"]
         lines.append(f"{site}: " + ", ".join(keep + decision))
     return "\n".join(lines)
 
@@ -113,6 +138,8 @@ def _provenance(record: Record) -> dict[str, Any]:
         "layers": f"{model.norm} norm, {model.positions} positions, {model.kv_heads} K/V heads, {model.ffn}",
         "training": f"{train.steps:,} steps, batch {train.batch_size}, lr {train.lr:g}, seed {train.seed}",
     }
+    if tokens := record.number("tokens"):
+        facts["evaluated on"] = f"{tokens:,.0f} tokens of the {record.field('split')} split"
     for name in ("untrained_router_soft", "untrained_router_hard", "random_decisions_hard"):
         if (loss := record.number("controls", name, "loss")) is not None:
             active = record.number("controls", name, "active_fraction")

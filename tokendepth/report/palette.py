@@ -1,39 +1,66 @@
-"""Colours, the same in every figure and on the page. Okabe and Ito's set survives colour blindness.
+"""Colours, the same in every figure and on the page: one for each method, a calm pair for active and skipped tokens.
 
-Their black and yellow are left out: one vanishes on a dark page, the other on a light one.
+Chosen so that every two methods stay apart for people with each kind of colour blindness (a test measures it), and so
+that none is red or orange: these mark what is bad.
 """
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ("solid", (0, (4, 1.5)), (0, (1, 1.2)))
-LONE_MARKS = ("s", "D", "^")
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 INK = "#1c2733"
 PAPER = "#ffffff"
+ALARM = "#d5480a"
+"""For what is bad: a loss that was never reached."""
 
-HALTED, BETWEEN, ACTIVE = "#d9541e", "#f4f0e6", "#159a92"
-"""The paper's red and green as vermillion and teal; black text is legible on every blend of them."""
-
-
-def colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
+ACTIVE, SKIPPED = "#159a92", "#8c99a638"
+"""Of a token in a block. Skipped is the success, so it is the quiet one: a veil over a light or a dark page."""
 
 
-def dash(index: int) -> str | tuple[float, tuple[float, float]]:
-    """Rows past the last colour begin again with another line."""
-    return DASHES[index // len(COLOURS) % len(DASHES)]
+@dataclass(frozen=True)
+class Look:
+    colour: str
+    marker: str
+    """Figures do not rely on colour alone."""
+    on_dark: str
+    """Its colour on a dark page, where the other may be hard to see."""
 
 
-def lone_mark(index: int) -> str:
-    """The same for what has no line."""
-    return LONE_MARKS[index // len(COLOURS) % len(LONE_MARKS)]
+LOOKS = {
+    "dense": Look("#8c939b", "o", "#8c939b"),
+    "tsa": Look("#b42c92", "s", "#c23aa0"),
+    "budget": Look("#3a74d4", "o", "#3f7ce0"),
+    "early_exit": Look("#225f4d", "^", "#dff9ef"),
+    "mod": Look("#10acfa", "D", "#10acfa"),
+    "mor": Look("#cba63a", "P", "#cba63a"),
+    "act": Look("#103065", "X", "#b8ccec"),
+    "itt": Look("#5a1b00", "v", "#fcc89f"),
+    "switch": Look("#827525", "*", "#827525"),
+    "random": Look(INK, "x", INK),  # the control of routed methods; ink is light on a dark page
+}
+UNKNOWN = Look("#a4b7a7", "h", "#a4b7a7")
+"""Of a method that has no look yet."""
+DASHES = ("solid", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+MARKERS = ("^", "D", "v", "<", ">", "P", "X", "*")
 
 
-def _channels(hexadecimal: str) -> tuple[int, ...]:
-    return tuple(bytes.fromhex(hexadecimal[1:]))
+def look(kind: str) -> Look:
+    return LOOKS.get(kind, UNKNOWN)
 
 
-def blend(share: float) -> str:
-    """The colour of a token that is active to this share: halted at 0, active at 1."""
-    low, high = (HALTED, BETWEEN) if share < 0.5 else (BETWEEN, ACTIVE)
-    weight = share * 2 % 1 if share < 1 else 1
-    return "#" + bytes(round(a + (b - a) * weight) for a, b in zip(_channels(low), _channels(high), strict=True)).hex()
+@dataclass(frozen=True)
+class RowLook:
+    """How one row of a table is drawn: its method's colour, and what tells it from other rows of that method."""
+
+    colour: str
+    dash: str | tuple
+    marker: str
+
+
+def row_looks(kinds: Sequence[str]) -> list[RowLook]:
+    """One for each row, given their methods in order."""
+    found: list[RowLook] = []
+    for place, kind in enumerate(kinds):
+        nth = list(kinds[:place]).count(kind)
+        markers = [look(kind).marker, *(marker for marker in MARKERS if marker != look(kind).marker)]
+        found.append(RowLook(look(kind).colour, DASHES[nth % len(DASHES)], markers[nth % len(markers)]))
+    return found

@@ -2,8 +2,8 @@
 
 import statistics
 
-from tokendepth.report.figures import Drawing, shorten
-from tokendepth.report.palette import colour, lone_mark
+from tokendepth.report.figures import Drawing, looks
+from tokendepth.report.palette import RowLook
 from tokendepth.report.plots import Points
 from tokendepth.report.summary import Row
 from tokendepth.report.tradeoff import Place, tradeoff
@@ -19,23 +19,22 @@ def pareto(table: list[Row]) -> list[Drawing]:
     """One figure per corpus; none where everything was executed at one cost."""
     drawings = []
     for corpus in dict.fromkeys(row.corpus for row in table):
-        members = [(i, row) for i, row in enumerate(table) if row.corpus == corpus]
+        members = [(look, row) for look, row in zip(looks(table), table, strict=True) if row.corpus == corpus]
         if len({place[0] for _, row in members for place in _places(row)}) > 1:
             name = f"pareto_{len(drawings) + 1:02d}"
-            drawings += filter(None, [_drawn(name, shorten(corpus, 60), members)])
+            drawings += filter(None, [_drawn(name, corpus, members)])
     return drawings
 
 
-def _drawn(name: str, corpus: str, members: list[tuple[int, Row]]) -> Drawing | None:
+def _drawn(name: str, corpus: str, members: list[tuple[RowLook, Row]]) -> Drawing | None:
     dense, series = [], []
-    for i, row in members:
+    for look, row in members:
         places = sorted(_places(row))
         if row.method == "dense" and places:
             dense.append((f"{row.records[0].config.model.n_layer} layers", places[0]))
         elif places:
-            alone = len(places) == 1
-            mark, line = (lone_mark(i), "none") if alone else ("o", "solid")
-            series.append(Points(row.title, places, colour(i), mark, line))
+            line = "none" if len(places) == 1 else look.dash
+            series.append(Points(row.title, places, look.colour, look.marker, line))
     return tradeoff(name, CAPTION.format(corpus=corpus), dense, series)
 
 

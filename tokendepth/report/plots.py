@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from tokendepth.report.figures import SCALES, WIDTH, Drawing, legend_below, render, style
-from tokendepth.report.palette import COLOURS, INK
+from tokendepth.report.figures import SCALES, WIDTH, Drawing, legend_below, legend_height, render, style
+from tokendepth.report.palette import ALARM, INK, look
 
-BLUE, VERMILLION, GREEN, PINK, ORANGE, SKY = COLOURS
-GREY = "#7a828a"
+GUIDE = "#7a828a"
+"""Lines to read values against."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,8 @@ def scatter(
     if not any(panels.values()):
         return None
     with style():
-        known = [s.label for series in panels.values() for s in series]
-        lines = (len(dict.fromkeys(known)) + 1) // 2
-        figure = Figure(figsize=(WIDTH, 2.5 + 0.18 * lines), layout="constrained")
+        legend = legend_height(s.label for series in panels.values() for s in series)
+        figure = Figure(figsize=(WIDTH, 2.5 + legend), layout="constrained")
         handles: dict[str, object] = {}
         for axes, (title, series) in zip(
             figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
@@ -70,7 +69,7 @@ def scatter(
                 axes.axvline(x, color=INK, linewidth=0.8, linestyle=(0, (4, 2)))
                 axes.annotate(word, (x, 1.01), xycoords=("data", "axes fraction"), fontsize=8, ha=side, va="bottom")
             if level is not None:
-                axes.axhline(level, color=GREY, linewidth=0.8)
+                axes.axhline(level, color=GUIDE, linewidth=0.8)
                 axes.set_ylim(bottom=0)
             axes.set_xlim(0, 1.03)
             axes.set_xlabel("active fraction")
@@ -79,9 +78,9 @@ def scatter(
         return render(figure, name, caption)
 
 
-def curves(name: str, caption: str, models: dict[str, list[list[dict]]]) -> Drawing | None:
-    """Validation loss over steps and over cumulative TLOps: one line per seed, one colour per model."""
-    models = {label: [h for h in histories if h] for label, histories in models.items()}
+def curves(name: str, caption: str, models: dict[tuple[str, str], list[list[dict]]]) -> Drawing | None:
+    """Validation loss over steps and over cumulative TLOps, one line per seed; `models` are by method and label."""
+    models = {model: [h for h in histories if h] for model, histories in models.items()}
     if not any(models.values()):
         return None
     largest = max(row["tlops"] for histories in models.values() for history in histories for row in history)
@@ -90,12 +89,13 @@ def curves(name: str, caption: str, models: dict[str, list[list[dict]]]) -> Draw
         figure = Figure(figsize=(WIDTH, 2.5), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
         handles: dict[str, object] = {}
-        for (label, histories), colour, line in zip(models.items(), (BLUE, VERMILLION), ("-", "--"), strict=False):
+        for ((method, label), histories), line in zip(models.items(), ("-", "--"), strict=False):
             for history in histories:
                 losses = [row["val_loss"] for row in history]
                 for axes, key, by in ((panels[0], "step", 1), (panels[1], "tlops", unit)):
                     xs = [row[key] / by for row in history]
-                    (handles[label],) = axes.plot(xs, losses, color=colour, linestyle=line, linewidth=1.1)
+                    drawn = axes.plot(xs, losses, color=look(method).colour, linestyle=line, linewidth=1.1)
+                    handles[label] = drawn[0]
         final = [h[-1]["val_loss"] for histories in models.values() for h in histories]
         highest = max(h[0]["val_loss"] for histories in models.values() for h in histories)
         low = min(row["val_loss"] for histories in models.values() for h in histories for row in h)
@@ -116,16 +116,16 @@ def curves(name: str, caption: str, models: dict[str, list[list[dict]]]) -> Draw
 def milestones(
     name: str,
     caption: str,
-    rows: dict[str, list[list[int | None]]],
+    rows: dict[tuple[str, str], list[list[int | None]]],
     levels: Sequence[str],
     steps: int,
     published: dict[tuple[str, str], int] | None = None,
 ) -> Drawing | None:
     """For each model, and each level below it, the step of `steps` at which its seeds got there; a cross is never.
 
-    `published` has steps by model and level.
+    `rows` are by method and label; `published` has steps by label and level.
     """
-    rows = {label: found for label, found in rows.items() if any(found)}
+    rows = {model: found for model, found in rows.items() if any(found)}
     if not rows:
         return None
     never = 1.1 * steps
@@ -133,21 +133,21 @@ def milestones(
         figure = Figure(figsize=(WIDTH, 0.9 + 0.17 * len(rows) * len(levels)), layout="constrained")
         axes = figure.subplots()
         ticks, height = [], 0.0
-        for label, found in rows.items():
+        for (method, label), found in rows.items():
             for level, seeds in zip(levels, found, strict=True):
                 ticks.append((height, f"{label}: {level}"))
                 if said := (published or {}).get((label, level)):
                     axes.plot([said], [height], "d", color=INK, fillstyle="none", markersize=5.5)
                 reached = [step for step in seeds if step is not None]
-                axes.plot(reached, [height] * len(reached), "o", color=BLUE, markersize=4.5, alpha=0.8)
+                axes.plot(reached, [height] * len(reached), "o", color=look(method).colour, markersize=4.5)
                 if len(reached) < len(seeds):
-                    axes.plot([never], [height], "x", color=VERMILLION, markersize=5, clip_on=False)
+                    axes.plot([never], [height], "x", color=ALARM, markersize=5, clip_on=False)
                 height += 1
             height += 0.6
         axes.set_ylim(height - 0.6, -1)
         axes.set_yticks([place for place, _ in ticks], [words for _, words in ticks], fontsize=7.5)
         axes.set_xlim(0, 1.15 * steps)
-        axes.axvline(never, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
+        axes.axvline(never, color=GUIDE, linewidth=0.8, linestyle=(0, (2, 2)))
         axes.annotate("never", (never, 1.0), xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=8)
         axes.set_xlabel("first validation at or below the loss (step)")
         axes.xaxis.set_major_locator(MaxNLocator(5))

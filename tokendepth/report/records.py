@@ -10,6 +10,10 @@ from tokendepth.errors import UserError
 from tokendepth.runs.run import Run
 
 MARKS = {"\n": "↵", " ": "·", "\t": "→"}
+LINE_ENDS = ("\n", "↵")
+"""Tokenizers spell the end of a line as its mark."""
+BREAKS = (" ", "\t", *LINE_ENDS)
+"""White space, which parts words."""
 
 
 def printable(text: str) -> str:
@@ -20,6 +24,17 @@ def printable(text: str) -> str:
 def visible(piece: str) -> str:
     """A token as it is shown: white space gets a mark, an empty one too."""
     return printable("".join(MARKS.get(c, c) for c in piece)) or "∅"
+
+
+def first_word(pieces: list[str]) -> int:
+    """The first token that surely begins a word; 0 where no white space tells."""
+    before = ""
+    for t, piece in enumerate(pieces):
+        parted = before.endswith(BREAKS) or piece.startswith(BREAKS)  # " word" is one token of a BPE
+        if parted and piece.lstrip("".join(BREAKS))[:1].isalnum():
+            return t
+        before = piece
+    return 0
 
 
 def as_number(value: object) -> float | None:
@@ -38,6 +53,20 @@ class Passage:
     soft: list[list[float]] | None
     hard: list[list[float]] | None
     surprisal: list[float | None]
+
+    @classmethod
+    def from_word(
+        cls,
+        pieces: list[str],
+        sites: list[str],
+        soft: list[list[float]] | None,
+        hard: list[list[float]] | None,
+        surprisal: list[float | None],
+    ) -> "Passage":
+        """Without the rest of a word that the text begins with, because a split may begin anywhere."""
+        first = first_word(pieces)
+        soft, hard = (grid and [row[first:] for row in grid] for grid in (soft, hard))
+        return cls(pieces[first:], sites, soft, hard, surprisal[first:])
 
     @property
     def modes(self) -> dict[str, list[list[float]]]:
@@ -123,7 +152,10 @@ class Record:
         if not isinstance(surprisal, list) or len(surprisal) != len(pieces):
             surprisal = [None] * len(pieces)
         soft, hard = (self._grid(tree.get(mode), mode, len(sites), len(pieces)) for mode in ("soft", "hard"))
-        return Passage(pieces, sites, soft, hard, [as_number(s) for s in surprisal]) if soft or hard else None
+        soft = soft if self.has_soft else None  # there it holds the decisions once more
+        if not (soft or hard):
+            return None
+        return Passage.from_word(pieces, sites, soft, hard, [as_number(s) for s in surprisal])
 
     def _grid(self, grid: Any, mode: str, sites: int, tokens: int) -> list[list[float]] | None:
         if grid is None:

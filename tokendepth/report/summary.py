@@ -23,7 +23,8 @@ COLLAPSE = 0.02
 """A hard loss this much above the soft one means that the soft figures describe a model that cannot be executed."""
 MISMATCH = 0.001
 """Hard and sparse agree to rounding; apart by more than this, the column `hard = sparse` would be a lie."""
-NOISE = "differences under 0.9% are noise"
+NOISE_SHARE = 0.009
+NOISE = f"differences under {NOISE_SHARE:.1%} are noise"
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,11 @@ class Row:
     @property
     def method(self) -> str:
         return method_name(self.records[0].config.method)
+
+    @property
+    def kind(self) -> str:
+        """What its colour stands for: the method, or `random` for the control that throws dice instead of routing."""
+        return "random" if getattr(self.records[0].config.method, "routing", None) == "random" else self.method
 
     @property
     def corpus(self) -> str:

@@ -1,15 +1,15 @@
 """Many methods in one picture: loss over the FLOPs that were executed, dense models as the line to beat."""
 
-import math
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from tokendepth.report.figures import WIDTH, Drawing, legend_below, render, style
-from tokendepth.report.palette import INK
-from tokendepth.report.plots import GREY, Points
+from tokendepth.report import labels
+from tokendepth.report.figures import WIDTH, Drawing, legend_below, legend_height, render, style
+from tokendepth.report.palette import INK, look
+from tokendepth.report.plots import Points
 
 Place = tuple[float, float, float]
 """FLOPs per token, loss, and its standard deviation over the seeds."""
@@ -20,8 +20,6 @@ HEADROOM = 0.06
 """The frame ends this far above the best dense loss; what lies higher would press the rest together."""
 MARGIN = 0.01
 """But no lower than this above the worst one: the line to beat is seen whole."""
-LETTER = 0.0125
-"""How much of the frame's width a letter takes."""
 TICKS = [n * 10**power for power in range(3, 14) for n in (1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8)]
 
 
@@ -43,8 +41,8 @@ def tradeoff(
     if not series:
         return None
     with style():
-        lines = (len({one.label for one in series}) + 2) // 2
-        figure = Figure(figsize=(WIDTH, 3.2 + 0.17 * lines), layout="constrained")
+        legend = legend_height(["dense, fewer layers", *(one.label for one in series if _shown(one, highlight))])
+        figure = Figure(figsize=(WIDTH, 3.0 + legend), layout="constrained")
         axes = figure.subplots()
         losses = [loss for _, (_, loss, _) in dense] or [loss for one in series for _, loss, _ in one.points]
         top = max((1 + HEADROOM) * min(losses), (1 + MARGIN) * max(losses))
@@ -60,14 +58,16 @@ def tradeoff(
         low, high = axes.get_ylim()
         axes.set_ylim(low - 0.03 * (high - low), min(high, top))  # room for what is written below
         axes.set_xscale("log")
-        axes.set_xlim(left=0.9 * axes.get_xlim()[0])  # room for what is written beside the first place
-        _name(axes, outside, top)
+        left, right = axes.get_xlim()
+        axes.set_xlim(0.9 * left, 1.08 * right)  # room for what is written beside the first place and the last
         axes.xaxis.set_major_locator(FixedLocator(TICKS))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}")
         axes.set_xlabel(cost)
         axes.set_ylabel(f"{split} loss, executed\n(nats per token)")
         legend_below(figure, handles)
+        figure.set_figheight(figure.get_figheight() + labels.above(axes, outside, top, fontsize=7))
+        labels.beside(axes, [(words, x, y) for words, (x, y, _) in dense], fontsize=7, color=INK)
         return render(figure, name, caption)
 
 
@@ -76,38 +76,24 @@ def _shown(one: Points, highlight: tuple[str, ...]) -> bool:
 
 
 def _dense(axes: Axes, dense: Sequence[tuple[str, Place]]) -> object:
-    ordered = sorted(dense, key=lambda one: one[1])
-    for words, (x, y, _) in ordered:
-        axes.annotate(words, (x, y), ha="right", textcoords="offset points", xytext=(-3, -8), fontsize=7, color=INK)
-    xs, ys, spreads = zip(*(place for _, place in ordered), strict=True)
-    return axes.errorbar(xs, ys, spreads, color=GREY, marker="o", markersize=4, capsize=2, linewidth=1.2)
+    xs, ys, spreads = zip(*sorted(place for _, place in dense), strict=True)
+    bars = spreads if any(spreads) else None
+    return axes.errorbar(xs, ys, bars, color=look("dense").colour, marker="o", markersize=4, capsize=2, linewidth=1.2)
 
 
 def _draw(axes: Axes, one: Points, top: float, *, pale: bool) -> tuple[object, list[tuple[float, float]]]:
     """Places above the frame stand on its edge; they are returned too, to be named there."""
     colour = PALE if pale else one.colour
-    look = {"color": colour, "marker": one.marker, "fillstyle": "full" if one.filled else "none", "markersize": 5.5}
+    mark = {"color": colour, "marker": one.marker, "fillstyle": "full" if one.filled else "none", "markersize": 5.5}
     inside = [place for place in one.points if place[1] <= top]
     above = [place for place in one.points if place[1] > top]
     drawn = None
     if inside:
         xs, ys, spreads = zip(*inside, strict=True)
         bars = spreads if any(spreads) else None
-        drawn = axes.errorbar(xs, ys, bars, linestyle=one.line, linewidth=1.2, capsize=2, **look)
+        drawn = axes.errorbar(xs, ys, bars, linestyle=one.line, linewidth=1.2, capsize=2, **mark)
     on_the_edge = [(x, y) for x, y, _ in (above if one.line == "none" else above[-1:])]  # of a line, where it leaves
     for x, _ in on_the_edge:
-        (edge,) = axes.plot([x], [top], linestyle="none", clip_on=False, **look)
+        (edge,) = axes.plot([x], [top], linestyle="none", clip_on=False, **mark)
         drawn = drawn or edge
     return drawn, on_the_edge
-
-
-def _name(axes: Axes, outside: list[Outside], top: float) -> None:
-    """Places above the frame, over its edge: one line higher where words would lie on each other."""
-    first, last = axes.get_xlim()
-    ends: list[float] = []  # of each line of words, how far it is filled
-    for x, words, colour in sorted(outside):
-        at, half = math.log(x / first) / math.log(last / first), LETTER * (len(words) + 2) / 2
-        line = next((n for n, end in enumerate(ends) if at - half >= end), len(ends))
-        ends[line : line + 1] = [at + half]
-        offset = {"textcoords": "offset points", "xytext": (0, 5 + 8 * line)}
-        axes.annotate(words, (x, top), ha="center", fontsize=7, color=colour, **offset)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
@@ -14,6 +15,8 @@ from tokendepth.config import RunConfig
 from tokendepth.recipes import RECIPES, recipe, summary
 
 PARTS = ("data", "model", "method", "train")
+DEMO_TOKENS = 2**15
+"""Of the validation text that the demo's models are executed on, so that it takes seconds."""
 
 
 def _recipe_choice(name: str) -> Any:
@@ -37,7 +40,7 @@ def _config(chosen: Any) -> RunConfig:
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a small dense and a small adaptive model on your CPU, execute both, and show what was really saved."""
+    """Train three small models on your CPU, dense, budget and TSA, execute them, and show what was really saved."""
 
     out: Path = Path("runs/demo")
     """Folder for the runs and the report. What is finished there is not repeated."""
@@ -45,21 +48,27 @@ class Demo:
     def __call__(self) -> None:
         from rich.console import Console
 
-        from tokendepth.measure.evaluate import evaluate
-        from tokendepth.report import build, terminal_table
-        from tokendepth.training.loop import train
+        from tokendepth.progress import Progress
+        from tokendepth.report import build, sentences, terminal_table
 
+        print("Three small models learn to write Python: about two minutes on two cores.", file=sys.stderr)
+        with Progress("starting PyTorch"):
+            from tokendepth.measure.evaluate import evaluate
+            from tokendepth.training.loop import train
         runs = []
-        for name in ("demo.dense", "demo.tsa"):
+        for name in ("demo.dense", "demo.budget", "demo.tsa"):
             run = train(recipe(name), self.out / name, resume=True)
             if run.evaluation is None:
-                print(f"{name}: evaluating soft, hard and sparse on the validation text ...", file=sys.stderr)
-                run.write_evaluation(evaluate(run, device="cpu"))
+                with Progress(f"{name}: executing it on validation text, and timing it"):
+                    run.write_evaluation(evaluate(run, device="cpu", tokens=DEMO_TOKENS))
             runs.append(run)
-        page = build(runs, self.out / "report", title="tokendepth demo")
+        with Progress("drawing the report"):
+            page = build(runs, self.out / "report", title="tokendepth demo")
         Console().print(terminal_table(runs))
-        print("Two minutes of training show how it works, not which model is better; the README has results.")
-        print(f"The report with curves and heat maps: {page.resolve()}")
+        for sentence in sentences(runs):
+            print(f"\n{textwrap.fill(sentence, 100)}")
+        print("\nSo short a training shows how it works, not which model is better; the README has results.")
+        print(f"The report, with figures and a glossary: {page.resolve()}")
 
 
 @dataclass(frozen=True)

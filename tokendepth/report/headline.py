@@ -1,0 +1,149 @@
+"""The first screen in words: what was trained, what executing it skips, what that costs, and what the clock gains.
+
+Every number is of the runs' own evaluations as executed (hard = sparse); nothing here is soft.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokendepth.report.records import Record
+from tokendepth.report.summary import NOISE_SHARE, Row, Stat, by_key, rows
+from tokendepth.runs.run import Run
+
+MOST = 3
+"""Models that one sentence can speak of."""
+
+
+@dataclass(frozen=True)
+class Clause:
+    """What the sentence says of one model."""
+
+    row: Row
+    words: str
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One sentence: what was trained, then a clause for each model that was executed."""
+
+    opening: str
+    clauses: tuple[Clause, ...]
+    closing: str
+    timed: str
+    """Device and batch of the times; empty where none was taken."""
+
+    @property
+    def text(self) -> str:
+        return self.opening + "; ".join(f"{c.row.label} {c.words}" for c in self.clauses) + self.closing
+
+
+def sentences(runs: list[Run]) -> list[str]:
+    """One for each corpus."""
+    return [headline(members).text for members in by_corpus(rows(runs)).values()]
+
+
+def by_corpus(table: Sequence[Row]) -> dict[str, list[Row]]:
+    """Losses on different texts do not compare."""
+    found: dict[str, list[Row]] = {}
+    for row in table:
+        found.setdefault(row.corpus, []).append(row)
+    return found
+
+
+def headline(members: Sequence[Row]) -> Headline:
+    """Of the rows of one corpus."""
+    were = "was" if len(members) == 1 else "were"
+    opening = f"{_names(members)} {were} trained on {members[0].corpus}{_steps(members)}"
+    evaluated = [row for row in members if row.stat(by_key("loss_hard"))]
+    routed = [row for row in evaluated if any(record.routed for record in row.records)]
+    if not evaluated:
+        return Headline(f"{opening} and not evaluated yet: tokendepth evaluate RUN does it", (), ".", "")
+    if not routed:
+        words = "and nothing is skipped, because nothing decides: every token passes every layer"
+        clauses = tuple(Clause(row, f"has a validation loss of {_loss(row).mean:.4f}") for row in evaluated[:MOST])
+        return Headline(f"{opening}, {words}; ", clauses, _more(evaluated), "")
+    best = sorted(routed, key=lambda row: _loss(row).mean)[:MOST]
+    shown = [row for row in routed if row in best]
+    clauses = tuple(Clause(row, _clause(row, reference(row, evaluated))) for row in shown)
+    timed = sorted({row.timed for row in shown if row.stat(by_key("speedup"))})
+    return Headline(f"{opening}; when executed, ", clauses, _more(routed), "; ".join(timed))
+
+
+def reference(row: Row, members: Sequence[Row]) -> Row | None:
+    """The dense model that `row` is compared with: the same shape, trained as long on the same text."""
+
+    def alike(one: Row) -> tuple:
+        config = one.records[0].config
+        return one.corpus, config.model, config.train.steps, config.train.batch_size
+
+    return next((one for one in members if one.method == "dense" and alike(one) == alike(row)), None)
+
+
+def _names(members: Sequence[Row]) -> str:
+    labels = [row.label for row in members]
+    if len(labels) > MOST + 1:
+        return f"{len(labels)} models"
+    return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
+
+
+def _steps(members: Sequence[Row]) -> str:
+    steps = {row.records[0].config.train.steps for row in members}
+    return f" for {steps.pop():,} steps" + (" each" if len(members) > 1 else "") if len(steps) == 1 else ""
+
+
+def _more(members: Sequence[Row]) -> str:
+    return f"; {len(members) - MOST} more below." if len(members) > MOST else "."
+
+
+def _loss(row: Row) -> Stat:
+    stat = row.stat(by_key("loss_hard"))
+    assert stat is not None, row.label
+    return stat
+
+
+def _clause(row: Row, dense: Row | None) -> str:
+    return f"{_skipped(row)}, {_cost(row, dense)}, and {_clock(row)}"
+
+
+def _skipped(row: Row) -> str:
+    work, flops = row.stat(by_key("tlops_skipped")), row.stat(by_key("flops_skipped"))
+    said = "skips nothing" if work is None or work.mean < 0.0005 else f"skips {work.mean:.1%} of the work"
+    if flops is None:
+        return said
+    if flops.mean < 0:
+        return f"{said} and takes {-flops.mean:.1%} more FLOPs than dense"
+    return f"{said} and {flops.mean:.1%} of the FLOPs"
+
+
+def _cost(row: Row, dense: Row | None) -> str:
+    loss = _loss(row)
+    said = f"has a validation loss of {loss.mean:.4f}"
+    if dense is None:
+        return said
+    other = _loss(dense)
+    share = loss.mean / other.mean - 1
+    if abs(share) < NOISE_SHARE and min(len(loss.values), len(other.values)) < 3:
+        return f"{said}, too close to dense ({other.mean:.4f}) to tell apart"
+    return f"{said}, {abs(share):.1%} {'below' if share < 0 else 'above'} dense ({other.mean:.4f})"
+
+
+def _clock(row: Row) -> str:
+    speed = row.stat(by_key("speedup"))
+    if speed is None:
+        return "was not timed"
+    verdicts = {_faster(record) for record in row.records}
+    if verdicts == {True}:
+        return f"is {speed.mean:.2f}x as fast as dense"
+    if verdicts == {False}:
+        return f"is slower than dense ({speed.mean:.2f}x its speed)"
+    return f"is {speed.mean:.2f}x as fast as dense, with times that overlap"
+
+
+def _faster(record: Record) -> bool | None:
+    """Whether sparse execution beats the dense model, None where the quartiles of their times overlap."""
+    dense, sparse = (record.numbers("time", f"{mode}_ms") for mode in ("dense", "sparse"))
+    if len(dense) != 3 or len(sparse) != 3:
+        return None
+    if sparse[2] < dense[1]:
+        return True
+    return False if sparse[1] > dense[2] else None

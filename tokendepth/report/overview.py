@@ -1,0 +1,68 @@
+"""The first picture: of every model its loss beside the arithmetic and the time that it takes, all as executed."""
+
+import itertools
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tokendepth.report.figures import Drawing, render, style, wrapped
+from tokendepth.report.headline import reference
+from tokendepth.report.palette import INK, look
+from tokendepth.report.summary import Column, Row, by_key
+
+WIDTH = 3.75
+"""Inches: a phone shows it at its own size."""
+NAME = 16
+"""Characters of a row's name on one line."""
+PANELS = (
+    ("loss_hard", "validation loss (less is better)", ".4f", 1.0),
+    ("flops_per_token", "million FLOPs per token (less is better)", ".3g", 1e-6),
+    ("speedup", "speed, dense = 1 (more is better)", ".2f", 1.0),
+)
+
+
+def overview(name: str, members: Sequence[Row]) -> Drawing | None:
+    """Of the rows of one corpus; none where nothing was evaluated."""
+    members = [row for row in members if row.stat(by_key("loss_hard"))]
+    panels = [panel for panel in PANELS if any(row.stat(by_key(panel[0])) for row in members)]
+    if not members:
+        return None
+    names = [wrapped(row.title, NAME) for row in members]
+    lines = [name.count("\n") + 1.2 for name in names]
+    centres = [end - own / 2 for end, own in zip(itertools.accumulate(lines), lines, strict=True)]
+    with style():
+        figure = Figure(figsize=(WIDTH, len(panels) * (0.32 + 0.18 * sum(lines))), layout="constrained")
+        grid = figure.subplots(len(panels), squeeze=False)[:, 0]
+        for axes, (key, title, form, unit) in zip(grid, panels, strict=True):
+            _bars(axes, dict(zip(centres, members, strict=True)), by_key(key), form, unit)
+            axes.set_title(title, fontsize=8.5)
+            axes.set_ylim(sum(lines), 0)
+            axes.set_yticks(centres, names, fontsize=8)
+        caption = (
+            "Quality beside what it takes, all as executed. Speed: a forward pass that skips against the dense model "
+            "of the same shape, measured in turns."
+        )
+        return render(figure, name, caption)
+
+
+def _bars(axes: Axes, members: dict[float, Row], column: Column, form: str, unit: float) -> None:
+    """`members` are by the height of their bars."""
+    values = {place: stat.mean * unit for place, row in members.items() if (stat := row.stat(column))}
+    speed = column.key == "speedup"
+    if speed:  # what it is measured against
+        against = [reference(members[place], list(members.values())) for place in values]
+        values |= {place: 1.0 for place, row in members.items() if row in against}
+        axes.axvline(1, color=INK, linewidth=0.8, linestyle=(0, (3, 2)))
+    right = max(values.values())
+    for place, row in members.items():
+        value = values.get(place, 0.0)
+        axes.barh(place, value, 0.75, color=look(row.kind).colour)
+        words = f"{value:{form}}" + ("x" if speed else "") if place in values else "not measured"
+        end = max(value, 1.0) if speed else value  # the line at 1 stays free of words
+        axes.text(end + 0.02 * right, place, words, va="center", fontsize=8)
+    axes.set_xlim(0, 1.2 * max(right, speed))
+    axes.set_xticks([])
+    axes.grid(visible=False)
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(left=False)
