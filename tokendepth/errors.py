@@ -20,22 +20,35 @@ class ReportedByOtherRank(UserError):
         super().__init__("another rank refuses; its message says why")
 
 
+class ReaderGone(Exception):
+    """Nobody reads stdout any more, as when `head` has seen enough: no error, but the end of the command."""
+
+    exit_code = 141  # as if by SIGPIPE
+
+
 class Interrupted(Exception):
-    """SIGINT or SIGTERM arrived; everything up to `step` is saved."""
+    """A signal arrived that ends a process; everything up to `step` is saved."""
 
     def __init__(self, number: int, step: int, path: object) -> None:
-        name = signal.Signals(number).name
+        name = signal_name(number)
         super().__init__(f"{name} after step {step}: {path} is saved; repeat the command with --resume to go on")
         self.exit_code = 128 + number
 
 
 class SweepStopped(Interrupted):
-    """SIGINT or SIGTERM arrived at a sweep; its workers have saved what they had."""
+    """A signal arrived at a sweep that ends a process; its workers have saved what they had."""
 
     def __init__(self, number: int, path: object) -> None:
-        name = signal.Signals(number).name
+        name = signal_name(number)
         Exception.__init__(self, f"{name}: every run in {path} is saved; repeat the command to go on")
         self.exit_code = 128 + number
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of the real-time ones only the first and the last have a name
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -1,12 +1,9 @@
-"""What a person sees while training: one live line in a terminal, a plain line per validation elsewhere."""
+"""What a person sees while training: one live line in a terminal; plain lines, and one per validation, elsewhere."""
 
 import time
-from types import TracebackType
+from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-console = Console(stderr=True, highlight=False)
+from tokendepth.progress import Progress, console
 
 
 def loss_in_words(loss: float, bits_per_byte: float | None) -> str:
@@ -14,33 +11,20 @@ def loss_in_words(loss: float, bits_per_byte: float | None) -> str:
     return f"{loss:.4f}" + (f" ({bits_per_byte:.4f} bits per byte)" if bits_per_byte is not None else "")
 
 
-class TrainingProgress:
-    """Step, loss, active fraction, tokens per second and time left."""
+class TrainingProgress(Progress):
+    """Steps, loss, active fraction, tokens per second and time left."""
 
     def __init__(self, title: str, steps: int, done: int, *, show: bool) -> None:
-        self.title, self.show, self.live = title, show, show and console.is_terminal
-        self.bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("step {task.completed}/{task.total}"),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not self.live,
-        )
-        self.task = self.bar.add_task(title, total=steps, completed=done, numbers="")
+        super().__init__(title, steps, unit="steps", done=done, show=show)
         self.steps = steps
         self.tokens_per_s = 0.0
         self._clock = time.perf_counter()
 
-    def __enter__(self) -> "TrainingProgress":
-        self.bar.start()
+    def __enter__(self) -> Self:
+        super().__enter__()
         if self.show and not self.live:
             console.print(f"{self.title}: training, {self.steps} steps", markup=False, soft_wrap=True)
         return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.bar.stop()
 
     def resume_clock(self) -> None:
         """Call after a pause that is not training, such as a validation."""
@@ -52,7 +36,7 @@ class TrainingProgress:
         self._clock = now
         self.tokens_per_s = rate if not self.tokens_per_s else 0.95 * self.tokens_per_s + 0.05 * rate
         numbers = f"loss {loss:.3f}  active {active_fraction:.3f}  {self.tokens_per_s:,.0f} tokens/s"
-        self.bar.update(self.task, completed=step, numbers=numbers)
+        self.update(step, note=numbers)
 
     def validation(self, step: int, row: dict[str, float]) -> None:
         """`row`: as metrics.jsonl has it."""
