@@ -15,7 +15,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import torch  # noqa: E402
 
+from tokendepth import progress  # noqa: E402
+
 torch.set_num_threads(1)
+progress.EVERY_S = 3600  # how much is said must not depend on how busy the machine is
 
 try:
     from hypothesis import settings
@@ -34,5 +37,4 @@ def _own_environment(tmp_path_factory):
             patch.delenv(name)
         patch.setenv("TOKENDEPTH_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("MPLBACKEND", "Agg")
-        patch.setattr("tokendepth.progress.EVERY_S", 3600.0)  # else what a slow machine says depends on how slow it is
         yield

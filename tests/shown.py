@@ -24,11 +24,12 @@ class Log:
     def check_told(self, title: str, unit: str) -> None:
         """From nothing to everything, with the time that is left."""
         lines = self.about(title)
-        counts = [re.search(rf": ([\d,]+)/([\d,]+) {unit}, .*elapsed", line) for line in lines]
-        done = [tuple(int(number.replace(",", "")) for number in count.groups()) for count in counts if count]
-        assert done[0][0] == 0, lines
-        assert done[-1][0] == done[-1][1] > 0, lines
-        assert re.search(r"about \d:\d\d:\d\d left$", lines[-1]), lines
+        found = [(line, re.search(rf": ([\d,]+)/([\d,]+) {unit}, .*elapsed", line)) for line in lines]
+        counts = [(line, [int(n.replace(",", "")) for n in count.groups()]) for line, count in found if count]
+        assert counts[0][1][0] == 0, lines
+        assert counts[-1][1][0] == counts[-1][1][1] > 0, lines
+        for line, (done, total) in counts:
+            assert not 0 < done < total or re.search(r"about \d:\d\d:\d\d left$", line), line
 
 
 def every_update(monkeypatch: pytest.MonkeyPatch) -> Log:
