@@ -23,29 +23,17 @@ class Faults:
     """Folder of faults.json; --out results makes the committed rows anew."""
 
     def __call__(self) -> None:
-        from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-
         from benchmarks.faults.registry import check_scale, chosen, measure
-        from tokendepth.training.progress import console
 
         chosen(self.only)  # before there is a bar
         check_scale(self.scale)
         failed = 0
-        columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
-        with Progress(*columns, console=console) as bar:
-            tasks = {}
-
-            def tell(name: str, done: int, total: int) -> None:
-                if name not in tasks:
-                    tasks[name] = bar.add_task(name)
-                bar.update(tasks[name], completed=done, total=total)
-
-            for row in measure(self.device, self.out, self.only, self.scale, tell):
-                counts = f"{row['attempts']} tried, {row['failed']} failed" if not row["skipped"] else row["skipped"]
-                print(f"{row['fault']:<11} {counts}")
-                for line in row["failures"]:
-                    print(f"            {line}")
-                failed += row["failed"]
+        for row in measure(self.device, self.out, self.only, self.scale):
+            counts = f"{row['attempts']} tried, {row['failed']} failed" if not row["skipped"] else row["skipped"]
+            print(f"{row['fault']:<11} {counts}")
+            for line in row["failures"]:
+                print(f"            {line}")
+            failed += row["failed"]
         if failed:
             sys.exit(1)
 

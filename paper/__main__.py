@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from tokendepth.cli.commands.one import LOADING
 from tokendepth.cli.main import main, program
+from tokendepth.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paper.grid import Progress
+    from paper import grid
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,16 @@ class Reproduce:
     """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
 
     def __call__(self) -> None:
-        from paper.document import write
-        from paper.reproduce import reproduce
-
+        with Progress(LOADING):
+            from paper.document import write
+            from paper.reproduce import reproduce
         results = self.results or (self.out / "results" if self.quick else Path("results"))
         settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         settings["results"] = results
         done = reproduce(**settings)
-        print(write(results, results.parent / "docs" / "REPRODUCTION.md", quick=self.quick))
+        with Progress("drawing the page"):
+            page = write(results, results.parent / "docs" / "REPRODUCTION.md", quick=self.quick)
+        print(page)
         _tell(done)
 
 
@@ -77,14 +81,16 @@ class Compare:
     """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
 
     def __call__(self) -> None:
-        from paper.compare import compare
-        from paper.comparison import write
-
+        with Progress(LOADING):
+            from paper.compare import compare
+            from paper.comparison import write
         results = self.results or (self.out / "results" if self.quick else Path("results"))
         settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         settings |= {"corpus": settings.pop("data").corpus, "results": results}
         done = compare(**settings)
-        print(write(results, results.parent / "docs" / "COMPARISON.md", quick=self.quick))
+        with Progress("drawing the page"):
+            page = write(results, results.parent / "docs" / "COMPARISON.md", quick=self.quick)
+        print(page)
         _tell(done)
 
 
@@ -183,7 +189,7 @@ class Times:
         _tell_of_depth(self, times)
 
 
-def _tell_of_depth(command: "Search | Depth | Spans | Times", study: "Callable[..., Progress]") -> None:
+def _tell_of_depth(command: "Search | Depth | Spans | Times", study: "Callable[..., grid.Progress]") -> None:
     from paper.depth_page import write
 
     results = command.results
@@ -196,7 +202,7 @@ def _tell_of_depth(command: "Search | Depth | Spans | Times", study: "Callable[.
     _tell(done)
 
 
-def _tell(done: "Progress") -> None:
+def _tell(done: "grid.Progress") -> None:
     """What a study could not do."""
     for name, words in done.failed.items():
         print(f"tokendepth: {name} failed: {words}", file=sys.stderr)
@@ -215,12 +221,13 @@ class Pages:
         from paper import depth_page, document, generated, pages, wanted
 
         docs, results = Path("docs"), Path("results")
-        speed.write(results, docs / "SPEED.md")
-        generated.write(Path())
-        document.write(results, docs / "REPRODUCTION.md")
-        pages.write(results, docs)
-        wanted.write(results, docs / "BUDGET.md")
-        depth_page.write(results, docs / "WHERE_DEPTH_PAYS.md")
+        with Progress("making the pages"):
+            speed.write(results, docs / "SPEED.md")
+            generated.write(Path())
+            document.write(results, docs / "REPRODUCTION.md")
+            pages.write(results, docs)
+            wanted.write(results, docs / "BUDGET.md")
+            depth_page.write(results, docs / "WHERE_DEPTH_PAYS.md")
 
 
 PAPER = program(

@@ -16,8 +16,8 @@ from paper import grid, settings, tables
 from paper.grid import Deadline, Progress
 from paper.outcomes import COSTS, Outcomes
 from paper.settings import RUNS, Comparison, Setting
+from tokendepth import progress
 from tokendepth.config import RunConfig, from_dict
-from tokendepth.errors import UserError
 from tokendepth.runs.results import add_rows
 from tokendepth.runs.run import Run
 from tokendepth.training.progress import console
@@ -43,15 +43,13 @@ def compare(
     method, so give it a `results` of its own.
     """
     comparison = settings.chosen(corpus)
-    if seeds is not None and seeds < 1:
-        raise UserError(f"--seeds is {seeds}; expected 1 or more")
-    if max_minutes is not None and not max_minutes > 0:
-        raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
+    grid.check_size(seeds, max_minutes)
     count = 1 if quick else seeds or comparison.seeds
     training, deadline = (Deadline.after(max_minutes and share * max_minutes) for share in (TRAINING, 1.0))
     study = _Study(comparison, count, quick, training, deadline, out, results, workers, show)
-    study.train()
-    study.measure()
+    with grid.repeatable(out):
+        study.train()
+        study.measure()
     return study.progress
 
 
@@ -106,20 +104,28 @@ class _Study:
         """The costs of those whose trained models are at hand, or that need none; the others are returned."""
         from paper import costs
 
-        left = []
+        at_hand = [one for one in todo if one.method == "dense" or self._run(one).finished]
+        left = [one for one in todo if one not in at_hand]
         dense = outcomes.configs[self.comparison.settings[0]]  # six plain layers: all are timed against them
-        for setting in todo:
-            row, (name,) = outcomes.first_row(setting), self._first(setting)
-            assert row is not None
-            run = None if setting.method == "dense" else Run(self.out / name)
-            if self.deadline.passed() or (run is not None and not run.finished):
-                left.append(setting)
-                continue
-            at, repeats = setting.point(row), 3 if self.quick else 15
-            found = costs.measure(from_dict(row["config"]), run, at, dense, repeats=repeats)
-            add_rows(self.results / COSTS, [{"name": row["name"], "at": at, **found}], identity=("config", "at"))
-            self.say(f"{setting.title}: {found['time']['speedup']:.2f} of the dense speed")
+        with progress.Progress("measuring costs", len(at_hand), unit="settings", show=self.show) as shown:
+            for setting in at_hand:
+                if self.deadline.passed():
+                    left.append(setting)
+                    continue
+                shown.update(note=setting.title)
+                row = outcomes.first_row(setting)
+                assert row is not None
+                run = None if setting.method == "dense" else self._run(setting)
+                at, repeats = setting.point(row), 3 if self.quick else 15
+                found = costs.measure(from_dict(row["config"]), run, at, dense, repeats=repeats)
+                add_rows(self.results / COSTS, [{"name": row["name"], "at": at, **found}], identity=("config", "at"))
+                self.say(f"{setting.title}: {found['time']['speedup']:.2f} of the dense speed")
+                shown.advance()
         return left
+
+    def _run(self, setting: Setting) -> Run:
+        (name,) = self._first(setting)
+        return Run(self.out / name)
 
     def _first(self, setting: Setting) -> dict[str, RunConfig]:
         """The run of the first seed, by its name."""

@@ -6,16 +6,18 @@ was handed back. The folders are what an interrupted call goes on from.
 
 import contextlib
 import json
+import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from tokendepth import progress
 from tokendepth.config import RunConfig, from_dict, to_dict
 from tokendepth.data.dataset import Split
-from tokendepth.errors import UserError
+from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.report.results import row
 from tokendepth.runs.results import Row, add_rows, read_rows
 from tokendepth.runs.run import Run
@@ -62,6 +64,26 @@ class Deadline:
 
     def passed(self) -> bool:
         return self.at is not None and time.monotonic() > self.at
+
+
+MOST_SEEDS = 1000
+
+
+def check_size(seeds: int | None, max_minutes: float | None) -> None:
+    if seeds is not None and not 1 <= seeds <= MOST_SEEDS:
+        raise UserError(f"--seeds is {seeds}; expected a number from 1 to {MOST_SEEDS}")
+    if max_minutes is not None and not max_minutes > 0:
+        raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
+
+
+@contextlib.contextmanager
+def repeatable(out: Path) -> Iterator[None]:
+    """A study that is stopped is gone on with by the same line: what it trains has --resume, it has not."""
+    try:
+        yield
+    except (KeyboardInterrupt, Interrupted) as stopped:
+        number = stopped.exit_code - 128 if isinstance(stopped, Interrupted) else signal.SIGINT
+        raise SweepStopped(number, out) from None
 
 
 def missing(configs: dict[str, RunConfig], *paths: Path) -> dict[str, RunConfig]:
@@ -113,9 +135,12 @@ def fill(
                 write(run)
         return Progress(outcome.failed, outcome.left)
     names = list(todo)
-    while names and not deadline.passed():
-        write(train_and_evaluate(todo[names[0]], out / names[0], curve=True, tokens=tokens, split=split))
-        del names[0]
+    with progress.Progress("training and evaluating", len(names), unit="runs", show=show) as shown:
+        while names and not deadline.passed():
+            shown.update(note=names[0])
+            write(train_and_evaluate(todo[names[0]], out / names[0], curve=True, tokens=tokens, split=split))
+            del names[0]
+            shown.advance()
     return Progress({}, names)
 
 

@@ -7,7 +7,6 @@ Rows are written as soon as they are known, so a call that is stopped or out of 
 on this machine or another that has the rows, goes on. Times are taken after the last training, when nothing else runs.
 """
 
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from pathlib import Path
 from paper import grid, tables
 from paper.grid import Deadline, Progress
 from paper.tables import Measurement, Table
+from tokendepth import progress
 from tokendepth.config import ModelConfig, RunConfig
-from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.runs.results import Row, add_rows, read_rows
 from tokendepth.runs.run import Run
 from tokendepth.training.progress import console
@@ -44,19 +43,14 @@ def reproduce(
     nothing about the paper, so give it a `results` of its own.
     """
     chosen = tables.chosen(table)
-    if seeds < 1:
-        raise UserError(f"--seeds is {seeds}; expected 1 or more")
-    if max_minutes is not None and not max_minutes > 0:
-        raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
+    grid.check_size(seeds, max_minutes)
     seeds, device = (1, "cpu") if quick else (seeds, device)
     study = _Study(chosen, seeds, quick, Deadline.after(max_minutes), out, results, device, show)
     began = time.monotonic()
     try:
-        study.train(workers)
-        study.measure_all()
-    except (KeyboardInterrupt, Interrupted) as stopped:
-        number = stopped.exit_code - 128 if isinstance(stopped, Interrupted) else signal.SIGINT
-        raise SweepStopped(number, out) from None
+        with grid.repeatable(out):
+            study.train(workers)
+            study.measure_all()
     finally:
         study.write_down(table, (time.monotonic() - began) / 60)
     return study.done
@@ -107,7 +101,7 @@ class _Study:
             todo = grid.missing(configs, self.results / RUNS)
             different = grid.missing(configs)  # as miniatures some coincide
             self.say(f"{len(different)} runs, {len(todo)} without a row in {self.results / RUNS}")
-            progress = grid.fill(
+            filled = grid.fill(
                 configs,
                 self.out,
                 self.results / RUNS,
@@ -118,7 +112,7 @@ class _Study:
                 here=self.quick,
                 show=self.show,
             )
-            self.done.add(progress)
+            self.done.add(filled)
 
     def _sized(self, config: RunConfig) -> RunConfig:
         return tables.miniature(config) if self.quick else config
@@ -156,8 +150,10 @@ class _Study:
             "initialisation": self._initialisation,
         }
         before = self.new_rows
-        for _ in makers[measurement]():
-            self.new_rows += 1
+        with progress.Progress(f"measuring {measurement}", unit="new rows", show=self.show) as shown:
+            for _ in makers[measurement]():
+                self.new_rows += 1
+                shown.advance()
         self.say(f"{measurement}: {self.new_rows - before} new rows")
 
     def _wall_clock(self, which: Measurement) -> Iterator[Row]:
@@ -168,7 +164,7 @@ class _Study:
         if self.quick:
             protocol = wallclock.Protocol(tiny, 2, (0.5, 0.726, 0.833), (1, 2), warm_up=1, passes=2)
         listed = wallclock.fraction_sweep if which == "fractions" else wallclock.batch_scaling
-        return wallclock.measure(listed(protocol), protocol, self.results, self.device, self.deadline.passed)
+        return wallclock.measure(listed(protocol), protocol, self.results, self.device, self.deadline.passed, self.show)
 
     def _training_steps(self) -> Iterator[Row]:
         from tokendepth.bench import training

@@ -14,6 +14,7 @@ from torch import Tensor
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig
 from tokendepth.measure.clock import interleaved, quartiles
 from tokendepth.methods import build
+from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, environment
 from tokendepth.runs.results import Row, add_rows, read_rows
 from tokendepth.trace import Execution
@@ -49,6 +50,10 @@ class Condition:
     skip: str | None = None
     positions: str | None = None
 
+    @property
+    def columns(self) -> Row:
+        return {("condition" if key == "name" else key): value for key, value in vars(self).items()}
+
 
 def fraction_sweep(protocol: Protocol) -> list[Condition]:
     return [Condition(protocol.batch, "soft"), *_sparse(protocol.batch, protocol.fractions)]
@@ -69,6 +74,7 @@ def measure(
     results: Path,
     device: str = "auto",
     late: Callable[[], bool] = bool,
+    show: bool = True,
 ) -> Iterator[Row]:
     """Yield the rows that results/wallclock.json does not have of this device, each written as soon as it is known.
 
@@ -77,20 +83,20 @@ def measure(
     where, path = choose_device(device), results / "wallclock.json"
     facts = {"benchmark": "forward pass", "shape": protocol.shape, **environment(where)}
     known = {_identity(row) for row in read_rows(path)} if path.exists() else set()
-    for condition in conditions:
-        about = {**facts, **vars(condition), "condition": condition.name}
-        del about["name"]
-        if _identity(about) in known:
-            continue
-        if late():
-            return
-        dense, ms = _time(condition, protocol, where)
-        times = {"dense_ms": quartiles(dense), "ms": quartiles(ms)}
-        _, low, high = quartiles([d / m for d, m in zip(dense, ms, strict=True)])
-        times |= {"speedup": times["dense_ms"][0] / times["ms"][0], "speedup_quartiles": [low, high]}
-        row = {**about, **times, "passes": protocol.passes, "dtype": "float32"}
-        add_rows(path, [row], identity=IDENTITY)
-        yield row
+    abouts = [(condition, {**facts, **condition.columns}) for condition in conditions]
+    todo = [(condition, about) for condition, about in abouts if _identity(about) not in known]
+    rounds = len(todo) * (protocol.warm_up + protocol.passes)
+    with Progress("timing forward passes", rounds, unit="rounds", show=show) as progress:
+        for condition, about in todo:
+            if late():
+                return
+            dense, ms = _time(condition, protocol, where, progress)
+            times = {"dense_ms": quartiles(dense), "ms": quartiles(ms)}
+            _, low, high = quartiles([d / m for d, m in zip(dense, ms, strict=True)])
+            times |= {"speedup": times["dense_ms"][0] / times["ms"][0], "speedup_quartiles": [low, high]}
+            row = {**about, **times, "passes": protocol.passes, "dtype": "float32"}
+            add_rows(path, [row], identity=IDENTITY)
+            yield row
 
 
 def _identity(row: Row) -> tuple:
@@ -98,7 +104,9 @@ def _identity(row: Row) -> tuple:
 
 
 @torch.no_grad()
-def _time(condition: Condition, protocol: Protocol, device: torch.device) -> tuple[list[float], list[float]]:
+def _time(
+    condition: Condition, protocol: Protocol, device: torch.device, progress: Progress
+) -> tuple[list[float], list[float]]:
     """Milliseconds of every pass, of the dense model and of the condition."""
     method = TSAConfig(skip="ffn" if condition.skip == "ffn" else "block")
     dense, model = (build(RunConfig(model=protocol.model, method=m)).to(device).eval() for m in (DenseConfig(), method))
@@ -108,7 +116,7 @@ def _time(condition: Condition, protocol: Protocol, device: torch.device) -> tup
     decisions = None if condition.active_fraction is None else _decisions(condition, protocol, dice).to(device)
     execution: Execution = "sparse" if condition.name == "sparse" else "soft"
     passes = {"dense": lambda: dense(ids), "own": lambda: model(ids, execution=execution, decisions=decisions)}
-    times = interleaved(passes, protocol.passes, device, protocol.warm_up)
+    times = interleaved(passes, protocol.passes, device, protocol.warm_up, progress=progress)
     return times["dense"], times["own"]
 
 

@@ -1,8 +1,14 @@
 """What a user may see instead of a traceback: their mistake, or that they stopped it themselves."""
 
 import difflib
+import re
 import signal
 from collections.abc import Iterable, Mapping
+
+LONGEST_VALUE = 200
+LONGEST_LINE = 2000
+_LONG_VALUE = re.compile(rf"""(?<!\w)(['"])(?:(?!\1).){{{LONGEST_VALUE},}}\1(?!\w)|\S{{{LONGEST_VALUE},}}""")
+"""In quotation marks, or without a space."""
 
 
 class UserError(ValueError):
@@ -15,6 +21,9 @@ class UserError(ValueError):
     Traceback (most recent call last):
     tokendepth.errors.UserError: 'shakespeare.tas': no such recipe; did you mean 'shakespeare.tsa'?
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class ReportedByOtherRank(UserError):
@@ -53,6 +62,21 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # of the real-time ones only the first and the last have a name
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
+def one_line(message: str) -> str:
+    """`message` with whatever it quotes on one line and short enough to read, so that nobody else has to see to it."""
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
+    line = _LONG_VALUE.sub(lambda value: _without_middle(value[0], LONGEST_VALUE), line)
+    return _without_middle(line, LONGEST_LINE)
+
+
+def _without_middle(text: str, longest: int) -> str:
+    """The ends say most: what was begun with, and in a line the remedy."""
+    if len(text) <= longest:
+        return text
+    head, tail = longest // 2, longest // 4
+    return f"{text[:head]}[{len(text) - head - tail:,} more characters]{text[-tail:]}"
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -15,6 +15,7 @@ import torch
 from benchmarks.faults import damage, disk, exactness, kills, mutation
 from benchmarks.faults.outcome import Outcome, Tell
 from tokendepth.errors import UserError, did_you_mean
+from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, environment
 from tokendepth.runs.results import Row, add_rows
 
@@ -111,18 +112,18 @@ def check_scale(scale: float) -> None:
         raise UserError(f"--scale is {scale:g}; expected a number above 0, up to 1")
 
 
-def measure(device_name: str, results: Path, only: str | None, scale: float, tell: Callable) -> Iterator[Row]:
+def measure(device_name: str, results: Path, only: str | None, scale: float) -> Iterator[Row]:
     """Yield a row for each fault, or for those that `only` names, written to results/faults.json at once.
 
-    `scale` is the part of the full counts to try. `tell` is called with a name, how many are done and of how many.
+    `scale` is the part of the full counts to try.
     """
     device = choose_device(device_name)
     check_scale(scale)
     for name in chosen(only):
         fault = FAULTS[name]
         count = max(1, round(fault.count * scale))
-        with _undisturbed() as folder:
-            outcome = fault.inject(folder, count, lambda done, total, name=name: tell(name, done, total))
+        with _undisturbed() as folder, Progress(name, count, unit="tried") as progress:
+            outcome = fault.inject(folder, count, lambda done, total, to=progress: to.update(done, total=total))
             facts = environment(device if fault.on_gpu else torch.device("cpu"))
         row = {
             "fault": name,

@@ -50,4 +50,4 @@ def test_no_process_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["bench", "forward", "--processes", "0"])
     assert stop.value.code == 2
-    assert "--processes is 0; expected 1 or more" in capsys.readouterr().err
+    assert "--processes is 0; expected a number from 1 to 1000" in capsys.readouterr().err

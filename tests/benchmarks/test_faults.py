@@ -12,6 +12,7 @@ from benchmarks.__main__ import BENCHMARKS
 from benchmarks.faults import damage, exactness, mutation
 from benchmarks.faults.outcome import Outcome, max_difference, subject
 from benchmarks.faults.registry import FAULTS, measure
+from tests.shown import every_update
 from tests.tiny import one_line
 from tokendepth.cli.main import main
 from tokendepth.errors import UserError
@@ -160,19 +161,20 @@ def test_mutations_are_of_every_kind_and_repeatable():
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_written_as_they_come(tmp_path):
-    heard = []
-    rows = list(measure("cpu", tmp_path / "results", "finished, data-order", 0.05, lambda *said: heard.append(said)))
+def test_rows_are_written_as_they_come(tmp_path, monkeypatch):
+    log = every_update(monkeypatch)
+    rows = list(measure("cpu", tmp_path / "results", "finished, data-order", 0.05))
     assert [row["fault"] for row in rows] == ["finished", "data-order"]
     assert read_rows(tmp_path / "results" / "faults.json") == rows
     assert all(row["failed"] == 0 and row["attempts"] > 0 and row["commit"] and row["torch"] for row in rows)
     assert rows[0]["device"].endswith("1 threads")
-    assert {name for name, *_ in heard} == {"finished", "data-order"}
+    for name in ("finished", "data-order"):
+        log.check_told(name, "tried")
 
 
 def test_what_was_skipped_makes_no_row(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    (row,) = measure("cpu", tmp_path, "gpu-resume", 1.0, nothing)
+    (row,) = measure("cpu", tmp_path, "gpu-resume", 1.0)
     assert "no GPU" in row["skipped"]
     assert not (tmp_path / "faults.json").exists()
 
@@ -182,7 +184,7 @@ def test_what_was_skipped_makes_no_row(tmp_path, monkeypatch):
 )
 def test_a_wrong_choice_is_one_line(only, scale, said, tmp_path):
     with pytest.raises(UserError) as raised:
-        next(measure("cpu", tmp_path, only, scale, nothing))
+        next(measure("cpu", tmp_path, only, scale))
     assert said in one_line(raised.value)
 
 

@@ -3,10 +3,15 @@
 import pytest
 import torch
 
-from tokendepth.config import METHOD_CONFIGS, EarlyExitConfig, ModelConfig, RunConfig
+from tests.tiny import tiny
+from tokendepth.cli.main import main
+from tokendepth.config import METHOD_CONFIGS, BudgetConfig, EarlyExitConfig, ModelConfig, RunConfig
 from tokendepth.infer.generate import Decoder
+from tokendepth.measure import calibrate
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel
+from tokendepth.runs.run import Run
+from tokendepth.training.loop import train
 
 CONTEXT, VOCABULARY = 16, 11
 ROUNDING = 1e-5
@@ -66,3 +71,38 @@ def test_a_context_of_one_token_is_enough():
     decode = Decoder(model, "sparse")
     with torch.no_grad():
         assert [decode(text(n)).logits.shape[1] for n in (1, 2, 3)] == [1, 1, 1]
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def budgeted(tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("budget")
+    return train(tiny(folder, BudgetConfig(), steps=1), folder / "run", show=False)
+
+
+@pytest.fixture
+def _everyone_is_active(monkeypatch):
+    """Thresholds that no score falls short of, whatever budget is asked for."""
+
+    def rigged(model, run, budget, *_, **__):
+        model.method.set_thresholds([-1e9] * len(model.method.thresholds))
+
+    monkeypatch.setattr(calibrate, "set_budget", rigged)
+
+
+@pytest.mark.usefixtures("_everyone_is_active")
+@pytest.mark.parametrize("command", [["generate", "--tokens", "7"], ["evaluate", "--no-timing", "--json"]])
+def test_a_text_that_is_off_its_budget_is_named_with_the_reason(command, budgeted, capsys):
+    main([command[0], str(budgeted.path), *command[1:], "--budget", "0.6"])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("tokendepth: budget 0.6 was asked for, but 1.000 of these ")
+    assert "tokens were active: thresholds hold the budget on average over training text" in line
+
+
+@pytest.mark.usefixtures("_everyone_is_active")
+@pytest.mark.parametrize("command", [["generate", "--tokens", "7"], ["evaluate", "--no-timing", "--json"]])
+def test_a_text_near_its_budget_is_not_talked_about(command, budgeted, capsys):
+    main([command[0], str(budgeted.path), *command[1:], "--budget", "0.96"])
+    assert "asked for" not in capsys.readouterr().err

@@ -20,6 +20,7 @@ from paper.outcomes import COSTS, OUTSIDE, Outcomes, interpolate
 from paper.schematic import ATTENDED, SCHEMATICS, WORKED
 from paper.settings import COMPARISONS, RUNS, SETTINGS, Setting
 from paper.tradeoffs import NAMES, series
+from tests.shown import every_update
 from tests.tiny import hashes
 from tokendepth.cli.main import main, parse
 from tokendepth.config import DenseConfig
@@ -113,12 +114,14 @@ def test_out_of_time_it_says_what_is_left(tmp_path):
 def test_a_call_measures_the_costs_of_what_it_trained(tmp_path, monkeypatch):
     """Its run folders may be gone before the next one."""
     monkeypatch.setattr("paper.compare.TRAINING", 2 / 6000)  # two seconds of a hundred minutes
-    how = {"quick": True, "out": tmp_path / "runs", "results": tmp_path / "results", "show": False}
+    log = every_update(monkeypatch)
+    how = {"quick": True, "out": tmp_path / "runs", "results": tmp_path / "results"}
     left = compare("enwik8", max_minutes=100, **how).left
     assert left
     assert not any(name.startswith("costs") for name in left)
     rows, costs = (read_rows(tmp_path / "results" / name) for name in (RUNS, COSTS))
     assert {row["name"] for row in rows} == {row["name"] for row in costs}
+    log.check_told("measuring costs", "settings")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from paper.__main__ import PAPER
 from paper.evidence import Evidence
 from paper.reproduce import CALLS, RUNS, reproduce
 from paper.tables import TABLES, runs
+from tests.shown import every_update
 from tests.tiny import hashes
 from tokendepth.cli.main import main, parse
 from tokendepth.config import override
@@ -216,6 +217,16 @@ def test_interrupted_it_keeps_what_it_has_and_goes_on(tmp_path):
     assert not reproduce("synthetic", quick=True, out=tmp_path, results=tmp_path / "results", show=False).left
     assert read_rows(rows)[: len(kept)] == kept
     assert len(read_rows(rows)) == len(runs(TABLES["synthetic"], 1))
+
+
+def test_it_tells_how_far_it_is(tmp_path, monkeypatch):
+    log = every_update(monkeypatch)
+    two = dict(list(runs(TABLES["synthetic"], 1).items())[:2])
+    configs = {name: tables.miniature(config) for name, config in two.items()}
+    grid.fill(configs, tmp_path, tmp_path / "rows.json", grid.Deadline(), tokens=tables.MINIATURE_TOKENS, here=True)
+    log.check_told("training and evaluating", "runs")
+    for name in configs:
+        assert any(f", {name}, " in line for line in log.about("training and evaluating"))
 
 
 def test_on_a_gpu_studies_compile_unless_told_otherwise(monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ from paper.wallclock import (
     fraction_sweep,
     measure,
 )
+from tests.shown import every_update
 from tokendepth.config import ModelConfig
 from tokendepth.runs.results import read_rows
 
@@ -51,3 +52,9 @@ def test_rows_are_written_one_by_one_and_not_taken_again(tmp_path):
         assert row["speedup_quartiles"][0] <= row["speedup_quartiles"][1]
         assert row["commit"]
         assert row["dtype"] == "float32"
+
+
+def test_it_tells_how_far_it_is(tmp_path, monkeypatch):
+    log = every_update(monkeypatch)
+    list(measure(fraction_sweep(TINY)[:2], TINY, tmp_path, "cpu"))
+    log.check_told("timing forward passes", "rounds")

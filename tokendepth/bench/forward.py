@@ -11,6 +11,7 @@ where the ceiling is the ratio of FLOPs, dense over executed, counted from the t
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,10 +29,11 @@ from tokendepth.errors import UserError
 from tokendepth.infer import auto
 from tokendepth.infer.compile import compiled
 from tokendepth.measure import calibrate
-from tokendepth.measure.clock import captured, interleaved, quartiles
+from tokendepth.measure.clock import WARM_UP, captured, interleaved, quartiles
 from tokendepth.measure.evaluate import batches, load_model
 from tokendepth.methods import build, dial_of
 from tokendepth.model import Block, LanguageModel, Output
+from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, environment
 from tokendepth.runs.results import Row, add_rows
 from tokendepth.runs.run import Run
@@ -80,9 +82,9 @@ def parse_batches(text: str | None) -> tuple[int, ...] | None:
     """None are those of each shape."""
     if text is None:
         return None
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise UserError(f"--batches is {text!r}; expected whole numbers above 0 with commas between them: 1,8")
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch("[1-9][0-9]{0,5}", word) for word in words):
+        raise UserError(f"--batches is {text!r}; expected whole numbers from 1 to 999999 with commas between: 1,8")
     return tuple(map(int, words))
 
 
@@ -107,15 +109,18 @@ def measure(
     `batches`, where they are given, are those of every shape.
     """
     device = choose_device(device_name)
-    for name in SHAPES if device.type == "cuda" else ("paper",):
-        shape = SHAPES[name]
-        adaptive = _built(shape.model, TSAConfig(), device)
-        for batch in batches or shape.batches:
-            ids, draws = _random(shape.model, batch, len(adaptive.method.routers()), device)
+    names = SHAPES if device.type == "cuda" else ("paper",)
+    cells = [(name, batch) for name in names for batch in batches or SHAPES[name].batches]
+    with Progress("bench forward", len(cells), unit="batch sizes") as progress:
+        for name, batch in cells:
+            model = SHAPES[name].model
+            adaptive = _built(model, TSAConfig(), device)
+            ids, draws = _random(model, batch, len(adaptive.method.routers()), device)
             cases: dict[float | None, Tensor | None] = {fraction: draws < fraction for fraction in fractions}
-            for row in _compared(adaptive, ids, cases):
+            for row in _compared(name, adaptive, ids, cases):
                 facts = {"benchmark": "forward", "shape": name, "positions": "random", "run": None}
                 yield write_row(results, {**facts, **row, **environment(device)})
+            progress.advance()
 
 
 def measure_run(
@@ -128,7 +133,8 @@ def measure_run(
     run, device = Run.open(path), choose_device(device_name)
     if not run.evaluation:
         raise UserError(f"{path} is not evaluated; run: tokendepth evaluate {path} --curve")
-    trained, dataset = load_model(run, device), data.load(run.config.data)
+    with Progress(f"reading {path} and its corpus"):
+        trained, dataset = load_model(run, device), data.load(run.config.data)
     run.check_corpus(dataset.fingerprint)
     served = _as_served(copy.deepcopy(trained))
     if device.type == "cuda" and not served.can_be_captured:
@@ -139,22 +145,23 @@ def measure_run(
     split: Split = "val"
     text, _ = next(batches(dataset, split, run.config.model.context, device))
     evaluated = _evaluated(run)
-    for batch in batches_asked or SHAPES["paper"].batches:
-        if batch > len(text):
-            if batches_asked:
-                raise UserError(f"--batches asks for {batch} sequences; {path} is timed on {len(text)} at the most")
-            continue
-        ids = text[:batch]
-        cases = {budget: _decided(trained, ids, run, budget, dataset) for budget in evaluated}
-        soft = trained.method.has_soft and cases.get(None) is not None and "soft" in evaluated[None]
-        for row in _compared(served, ids, cases, soft=soft):
-            facts = {"benchmark": "forward", "shape": run.name, "positions": "trained", "run": run.name}
-            facts |= {
-                "checkpoint": run.fingerprint,
-                "method": run.evaluation["method"],
-                **evaluated[row["asked"]][row["execution"]],
-            }
-            yield write_row(results, {**facts, **row, **environment(device)})
+    sizes = batches_asked or [batch for batch in SHAPES["paper"].batches if batch <= len(text)]
+    if max(sizes, default=0) > len(text):
+        raise UserError(f"--batches asks for {max(sizes)} sequences; {path} is timed on {len(text)} at the most")
+    with Progress(f"bench forward of {run.name}", len(sizes), unit="batch sizes") as progress:
+        for batch in sizes:
+            ids = text[:batch]
+            cases = {budget: _decided(trained, ids, run, budget, dataset) for budget in evaluated}
+            soft = trained.method.has_soft and cases.get(None) is not None and "soft" in evaluated[None]
+            for row in _compared(run.name, served, ids, cases, soft=soft):
+                facts = {"benchmark": "forward", "shape": run.name, "positions": "trained", "run": run.name}
+                facts |= {
+                    "checkpoint": run.fingerprint,
+                    "method": run.evaluation["method"],
+                    **evaluated[row["asked"]][row["execution"]],
+                }
+                yield write_row(results, {**facts, **row, **environment(device)})
+            progress.advance()
 
 
 def _evaluated(run: Run) -> dict[float | None, dict[str, Row]]:
@@ -178,7 +185,7 @@ def _evaluated(run: Run) -> dict[float | None, dict[str, Row]]:
 def _decided(model: LanguageModel, ids: Tensor, run: Run, budget: float | None, dataset: Dataset) -> Tensor | None:
     """What the run decides for this text, in the precision that it was evaluated in; None where nothing decides."""
     if budget is not None:
-        calibrate.set_budget(model, run, budget, dataset)
+        calibrate.set_budget(model, run, budget, dataset, show=True)
     trace = model(ids, execution="hard").trace
     routed = [site.routed for site in trace.sites]
     return trace.work[routed] > 0.5 if any(routed) else None
@@ -209,7 +216,7 @@ def _random(model: ModelConfig, batch: int, routers: int, device: torch.device) 
 
 @torch.no_grad()
 def _compared(
-    model: LanguageModel, ids: Tensor, cases: dict[float | None, Tensor | None], *, soft: bool = False
+    name: str, model: LanguageModel, ids: Tensor, cases: dict[float | None, Tensor | None], *, soft: bool = False
 ) -> list[Row]:
     """A row for each case of decisions (None: nothing decides), all timed against each other.
 
@@ -220,26 +227,30 @@ def _compared(
     conditions: dict[tuple[str, float | None], Condition] = _dense_conditions(model.config, ids)
     baselines = list(conditions)
     totals, choices, first = {}, {}, next(iter(cases))
-    for fraction, decisions in cases.items():
-        forced = {} if decisions is None else model.forcing(decisions)
+    title = f"{name}, batch {len(ids)}"
+    with Progress(f"{title}: compiling and checking", len(cases), unit="fractions") as progress:
+        for fraction, decisions in cases.items():
+            forced = {} if decisions is None else model.forcing(decisions)
 
-        def run(execution: Any, forced: dict[str, Tensor] = forced) -> Output:
-            return fast(ids, execution=execution, **forced)
+            def run(execution: Any, forced: dict[str, Tensor] = forced) -> Output:
+                return fast(ids, execution=execution, **forced)
 
-        _check_equal(run("sparse"), model(ids, execution="hard", decisions=decisions))
-        totals["sparse", fraction] = run("sparse").trace.totals()
-        choices[fraction] = auto.choose(
-            fast, len(ids), ids.shape[1], totals["sparse", fraction].active_fraction, remembered=fraction != first
-        )
-        conditions["sparse", fraction] = lambda run=run: run("sparse")
-        conditions["hard", fraction] = lambda run=run: run("hard")
+            _check_equal(run("sparse"), model(ids, execution="hard", decisions=decisions))
+            totals["sparse", fraction] = run("sparse").trace.totals()
+            choices[fraction] = auto.choose(
+                fast, len(ids), ids.shape[1], totals["sparse", fraction].active_fraction, remembered=fraction != first
+            )
+            conditions["sparse", fraction] = lambda run=run: run("sparse")
+            conditions["hard", fraction] = lambda run=run: run("hard")
+            progress.advance()
     if soft:
         conditions["soft", None] = lambda: fast(ids, execution="soft")
         totals["soft", None] = _nothing_skipped(model, ids)
     captures = {name: captured(condition, ids.device) for name, condition in conditions.items()}
     on_a_cpu = next((REPEATS[batch] for batch in sorted(REPEATS) if batch >= len(ids)), FEWEST_REPEATS)
     repeats = GPU_REPEATS if ids.is_cuda else on_a_cpu
-    spent = interleaved(captures, repeats, ids.device, graphs=True)
+    with Progress(f"{title}: timing", WARM_UP + repeats, unit="rounds") as progress:
+        spent = interleaved(captures, repeats, ids.device, graphs=True, progress=progress)
     times = {name: quartiles(values) for name, values in spent.items()}
     best = min(baselines, key=lambda name: times[name][0])
     rows = []

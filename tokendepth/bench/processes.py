@@ -10,18 +10,19 @@ from pathlib import Path
 
 from tokendepth.bench.forward import write_row
 from tokendepth.errors import UserError
+from tokendepth.progress import Progress
 from tokendepth.runs.results import Row
-from tokendepth.training.progress import console
 
 
 def measure(words: list[str], count: int, results: Path) -> Iterator[Row]:
     """Rows of `tokendepth bench forward WORDS` in `count` processes: of each batch size, those of the middle one."""
     found = []
-    for number in range(1, count + 1):
-        console.print(f"process {number} of {count}")
-        found.append(_measured(words))
-        if found[-1][0]["commit"] != found[0][0]["commit"]:
-            raise UserError("the code was changed between two processes, so nothing was kept; measure again")
+    with Progress("bench forward", count, unit="processes") as progress:
+        for _ in range(count):
+            found.append(_measured(words))
+            if found[-1][0]["commit"] != found[0][0]["commit"]:
+                raise UserError("the code was changed between two processes, so nothing was kept; measure again")
+            progress.advance()
     for row in middle(found):
         yield write_row(results, row)
 

@@ -23,8 +23,9 @@ from tokendepth.config import (
     TrainConfig,
     TSAConfig,
 )
-from tokendepth.measure.clock import interleaved, quartiles
+from tokendepth.measure.clock import WARM_UP, interleaved, quartiles
 from tokendepth.methods import build
+from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, environment
 from tokendepth.runs.results import Row, add_rows
 from tokendepth.training.loop import train
@@ -58,19 +59,23 @@ def measure(device_name: str, results: Path) -> Iterator[Row]:
 
 def measure_steps(shapes: Shapes, device: torch.device, results: Path) -> Iterator[Row]:
     """What TSA and early exit cost: the steps alone, at the given shapes."""
-    for shape, (model, batch) in shapes.items():
-        methods: Methods = {"tsa": TSAConfig()}
-        if model.vocab_size < 10_000:  # beyond, the logits of every exit do not fit
-            methods["early_exit"] = EarlyExitConfig()
-        row = _step(model, batch, methods, device)
-        yield _written(results, {"benchmark": "training step", "shape": shape, **row})
+    with Progress("bench training: steps", len(shapes), unit="shapes") as progress:
+        for shape, (model, batch) in shapes.items():
+            methods: Methods = {"tsa": TSAConfig()}
+            if model.vocab_size < 10_000:  # beyond, the logits of every exit do not fit
+                methods["early_exit"] = EarlyExitConfig()
+            row = _step(shape, model, batch, methods, device)
+            yield _written(results, {"benchmark": "training step", "shape": shape, **row})
+            progress.advance()
 
 
 def measure_skipping(shapes: Shapes, device: torch.device, results: Path) -> Iterator[Row]:
     """What a step gains that works on 0.4 of the tokens."""
-    for shape, (model, batch) in shapes.items():
-        row = _step(model, batch, SKIPPING, device)
-        yield _written(results, {"benchmark": "skipping step", "shape": shape, **row})
+    with Progress("bench training: steps that skip", len(shapes), unit="shapes") as progress:
+        for shape, (model, batch) in shapes.items():
+            row = _step(shape, model, batch, SKIPPING, device)
+            yield _written(results, {"benchmark": "skipping step", "shape": shape, **row})
+            progress.advance()
 
 
 def _written(results: Path, row: Row) -> Row:
@@ -78,7 +83,7 @@ def _written(results: Path, row: Row) -> Row:
     return row
 
 
-def _step(model: ModelConfig, batch: int, methods: Methods, device: torch.device) -> Row:
+def _step(shape: str, model: ModelConfig, batch: int, methods: Methods, device: torch.device) -> Row:
     """The optimiser step of each method beside that of a dense model."""
     on_gpu, dice = device.type == "cuda", np.random.default_rng(0)
     inputs = dice.integers(model.vocab_size, size=(batch, model.context))
@@ -93,7 +98,8 @@ def _step(model: ModelConfig, batch: int, methods: Methods, device: torch.device
         return lambda: step(inputs, np.roll(inputs, -1, axis=1), step=next(number), lr=1e-4)
 
     repeats = 100 if on_gpu else 9
-    times = interleaved({name: taken(step) for name, step in steps.items()}, repeats, device)
+    with Progress(f"{shape}: timing {', '.join(steps)}", WARM_UP + repeats, unit="rounds") as progress:
+        times = interleaved({name: taken(step) for name, step in steps.items()}, repeats, device, progress=progress)
     ratios = {
         "ratio" if name == "tsa" else f"{name}_ratio": quartiles(
             [own / dense for dense, own in zip(times["dense"], times[name], strict=True)]
@@ -115,7 +121,10 @@ def _whole_run(device: torch.device) -> Row:
     What a process does once comes first and is told apart: a run of one step waits for data, CUDA and kernels alike.
     """
     config = RunConfig(DataConfig("shakespeare"), ModelConfig(), TSAConfig(), TrainConfig(device="cuda"))
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Progress("bench training: a whole run, with its start", 2, unit="runs"),
+    ):
         start = time.perf_counter()
         train(replace(config, train=replace(config.train, steps=1)), Path(folder) / "start", show=False)
         started = time.perf_counter()

@@ -25,6 +25,8 @@ class Program:
 
 Options = list[tuple[str, str | None]]
 
+LONGEST_PATH = 1000
+"""Systems take from 1,024 characters on, and files are to go into it."""
 TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
@@ -42,6 +44,7 @@ def checked(arguments: list[str], program: Program) -> list[str]:
 
     A UserError for an unknown command, recipe or option, a missing or wrong value, a word too many.
     """
+    _check_characters(arguments)
     check_names(arguments, program)
     command, *rest = arguments
     ask = f"see: {program.name} {command} --help"
@@ -62,6 +65,17 @@ def checked(arguments: list[str], program: Program) -> list[str]:
         if name not in positional and flag(name) not in dict(given):
             raise UserError(f"{command} needs {flag(name)} with a value; {ask}")
     return [command, *words, *joined]
+
+
+def _check_characters(arguments: list[str]) -> None:
+    """A shell passes on nothing but what it can encode; another program may."""
+    for word in arguments:
+        try:
+            fits = b"\0" not in os.fsencode(word)
+        except UnicodeEncodeError:
+            fits = False
+        if not fits:
+            raise UserError(f"{word!r} has a character that no text and no file name may have; leave it out")
 
 
 def _flags(hints: dict[str, Any]) -> dict[str, Any]:
@@ -150,9 +164,11 @@ def _check_path(name: str, text: str) -> None:
         raise UserError(f"{name} is empty; expected a path; this folder is named by a dot: {name} .")
     try:
         os.stat(text)
+        too_long = False
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise UserError(f"{name} is {text!r}: too long for a name on this disk; choose a shorter one") from None
+        too_long = error.errno == errno.ENAMETOOLONG
+    if too_long or len(text) > LONGEST_PATH:
+        raise UserError(f"{name} is {text!r}: too long for a name on this disk; choose a shorter one")
 
 
 def _dotted(name: str) -> str:
@@ -185,6 +201,8 @@ def _check_words(words: list[str], hints: list[Any], command: str, ask: str) -> 
     if "" in words:
         raise UserError(f"{command} was given an empty word; this folder is named by a dot; {ask}")
     kind = typing.get_args(hints[0])[0] if hints else None
+    for word in words if Path in (kind, *typing.get_args(kind)) else ():
+        _check_path("the run folder", word)
     if typing.get_origin(kind) is tuple:
         return
     names = typing.get_args(kind)

@@ -1,8 +1,10 @@
 """The command line. tyro reads the arguments; a mistake is answered in one line and with exit code 2."""
 
 import contextlib
+import errno
 import io
 import os
+import shutil
 import sys
 from typing import Annotated, Any, NoReturn, Union
 
@@ -11,11 +13,13 @@ import tyro
 import tokendepth
 from tokendepth.cli.arguments import Program, check_names, checked
 from tokendepth.cli.commands import COMMANDS
-from tokendepth.errors import Interrupted, ReaderGone, ReportedByOtherRank, UserError, is_out_of_memory
+from tokendepth.errors import Interrupted, ReaderGone, ReportedByOtherRank, UserError, is_out_of_memory, one_line
 from tokendepth.streams import standard_streams
 
 COMPLETION = "--tyro-print-completion"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
+NARROWEST = 40
+"""Columns. Help is set in boxes that take four; with fewer than five its layout never ends."""
 
 
 def program(name: str, description: str, commands: tuple[type, ...]) -> Program:
@@ -27,7 +31,6 @@ TOKENDEPTH = program("tokendepth", "Transformers in which every token gets only 
 
 def parse(arguments: list[str], of: Program = TOKENDEPTH) -> Any:
     """The command that the arguments ask for; a UserError where they make no sense."""
-    choices = tuple(Annotated[c, tyro.conf.subcommand(name, prefix_name=False)] for name, c in of.commands.items())
     if arguments[:1] == [COMPLETION] and arguments[1:] not in ([shell] for shell in SHELLS):
         raise UserError(f"{COMPLETION} was given {' '.join(arguments[1:])!r}; expected one of {', '.join(SHELLS)}")
     asks_for_help = not arguments or arguments[0] == COMPLETION or any(a in ("-h", "--help") for a in arguments)
@@ -38,13 +41,7 @@ def parse(arguments: list[str], of: Program = TOKENDEPTH) -> Any:
     complaint = io.StringIO()
     with contextlib.nullcontext() if asks_for_help else contextlib.redirect_stderr(complaint):
         try:
-            return tyro.cli(  # pyright: ignore[reportCallIssue]
-                Union[choices],  # noqa: UP007  # pyright: ignore[reportArgumentType, reportCallIssue]
-                prog=of.name,
-                description=of.description,
-                args=arguments or ["--help"],
-                config=(tyro.conf.CascadeSubcommandArgs,),
-            )
+            return _read(arguments or ["--help"], of)
         except SystemExit as stop:
             if stop.code and not asks_for_help:
                 words = " ".join(arguments)
@@ -52,11 +49,30 @@ def parse(arguments: list[str], of: Program = TOKENDEPTH) -> Any:
             raise
 
 
+def _read(arguments: list[str], of: Program) -> Any:
+    """By tyro, which makes no subcommand of an only command: a command is read by itself."""
+    config = (tyro.conf.CascadeSubcommandArgs,)
+    name = next(iter(of.commands)) if len(of.commands) == 1 else arguments[0]
+    if name in of.commands:
+        words = arguments[1:] if arguments[0] == name else arguments
+        return tyro.cli(of.commands[name], prog=f"{of.name} {name}", args=words, config=config)
+    choices = tuple(Annotated[c, tyro.conf.subcommand(name, prefix_name=False)] for name, c in of.commands.items())
+    return tyro.cli(  # pyright: ignore[reportCallIssue]
+        Union[choices],  # noqa: UP007  # pyright: ignore[reportArgumentType, reportCallIssue]
+        prog=of.name,
+        description=of.description,
+        args=arguments,
+        config=config,
+    )
+
+
 @standard_streams()
 def main(arguments: list[str] | None = None, of: Program = TOKENDEPTH) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal cannot show is escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
+    if shutil.get_terminal_size().columns < NARROWEST:
+        os.environ["COLUMNS"] = str(NARROWEST)
     try:
         try:
             if arguments == ["--version"]:
@@ -70,29 +86,48 @@ def main(arguments: list[str] | None = None, of: Program = TOKENDEPTH) -> None:
     except ReportedByOtherRank:
         sys.exit(2)
     except UserError as error:
-        _refuse(str(error))
-    except ImportError as error:
-        if (error.name or "").startswith("tokendepth"):  # a bug of ours
+        _refuse(_too_many_files(error) or str(error))
+    except Interrupted as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            _say(str(stopped))
+        sys.exit(stopped.exit_code)
+    except KeyboardInterrupt:
+        _say("interrupted before there was anything to save")
+        sys.exit(130)
+    except (ImportError, MemoryError, OSError, RuntimeError) as error:
+        line = _fault_of_the_machine(error)
+        if line is None:  # a bug of ours
             raise
-        _refuse(f"a needed package cannot be imported ({error}); install tokendepth again")
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        _refuse(
+        _refuse(line)
+
+
+def _fault_of_the_machine(error: Exception) -> str | None:
+    """What to say and to do about it; None where it is none."""
+    if line := _too_many_files(error):
+        return line
+    if isinstance(error, ImportError) and not (error.name or "").startswith("tokendepth"):
+        return f"a needed package cannot be imported ({error}); install tokendepth again"
+    if is_out_of_memory(error):
+        return (
             f"there is not enough memory ({_first_line(error):.120}); what was saved is intact; "
             "take a smaller model, context or batch (or more --train.accumulate), or a larger machine"
         )
-    except Interrupted as stopped:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"tokendepth: {stopped}", file=sys.stderr)
-        sys.exit(stopped.exit_code)
-    except KeyboardInterrupt:
-        print("tokendepth: interrupted before there was anything to save", file=sys.stderr)
-        sys.exit(130)
+    return None
+
+
+def _too_many_files(error: Exception) -> str | None:
+    """A library may have put what the system said into an error of its own."""
+    if not any(os.strerror(number) in str(error) for number in (errno.EMFILE, errno.ENFILE)):
+        return None
+    return "too many files are open; what was saved is intact; allow more and repeat the command: ulimit -n 1024"
+
+
+def _say(line: str) -> None:
+    print(f"tokendepth: {one_line(line)}", file=sys.stderr)
 
 
 def _refuse(line: str) -> NoReturn:
-    print(f"tokendepth: {line}", file=sys.stderr)
+    _say(line)
     sys.exit(2)
 
 

@@ -18,6 +18,10 @@ from tokendepth.runs.machine import choose_device
 from tokendepth.runs.run import Run
 from tokendepth.trace import DepthTotals, Execution, add_up
 
+LOWEST_TEMPERATURE = 0.001
+"""Logits are divided by it, and far below they would not stay finite."""
+MOST_TOKENS = 10**9
+
 
 @dataclass
 class Spending:
@@ -25,6 +29,10 @@ class Spending:
 
     depth: list[DepthTotals] = field(default_factory=list)
     seconds: float = 0.0
+
+    def off_budget(self, budget: float) -> str | None:
+        totals = add_up(self.depth)
+        return calibrate.off_budget(budget, totals.active_fraction, totals.tokens)
 
     def summary(self) -> str:
         totals = add_up(self.depth)
@@ -79,10 +87,9 @@ def generate(
     budget: float | None = None,
 ) -> Iterator[str]:
     """Yield the continuation piece by piece. Temperature 0 takes the likeliest token."""
-    if not 0 <= temperature <= 100:
-        raise UserError(f"--temperature is {temperature}; expected a number from 0 to 100")
-    if tokens < 1:
-        raise UserError(f"--tokens is {tokens}; expected 1 or more")
+    if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature <= 100):
+        raise UserError(f"--temperature is {temperature}; expected 0, or a number from {LOWEST_TEMPERATURE} to 100")
+    check_range("tokens", tokens, 1, MOST_TOKENS)
     check_range("seed", seed, 0, LARGEST_SEED)
     if run.config.data.corpus in SYNTHETIC_CORPORA and not prompt:
         raise UserError("--prompt is empty; copy and sort continue a source such as '<bos>4a7<sep>'")
@@ -90,7 +97,7 @@ def generate(
     ids = tokenizer.encode(prompt) or [0]
     model = load_model(run, choose_device(device))
     if budget is not None:
-        calibrate.set_budget(model, run, budget)
+        calibrate.set_budget(model, run, budget, show=True)
     decode = Decoder(model, execution)
     dice = torch.Generator().manual_seed(seed)
     text = TextStream(tokenizer)

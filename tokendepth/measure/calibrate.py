@@ -1,6 +1,8 @@
 """Thresholds for a budget, found on training text: whatever a model is judged by, they have never seen it."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +13,8 @@ from tokendepth.config import RunConfig, check_budget, method_name
 from tokendepth.data import Dataset
 from tokendepth.errors import UserError
 from tokendepth.methods import dial_of, outline
-from tokendepth.model import LanguageModel
+from tokendepth.model import Block, LanguageModel
+from tokendepth.progress import Progress
 from tokendepth.runs.files import write_sealed
 from tokendepth.runs.run import Run
 from tokendepth.runs.shapes import is_number
@@ -29,12 +32,21 @@ SEED = 2**31
 """No training run may have this one, so calibration draws windows of its own."""
 VERSION = 2
 """Of calibration.json; 2 is sealed."""
+TOLERATED = 0.05
+"""Of the share of active tokens on another text: by more than this it is not the budget that was asked for."""
 
 
-def calibrate(model: LanguageModel, dataset: Dataset, budget: float | None = None, *, roughly: bool = False) -> None:
+def calibrate(
+    model: LanguageModel,
+    dataset: Dataset,
+    budget: float | None = None,
+    *,
+    roughly: bool = False,
+    show: bool = False,
+) -> None:
     """Set the thresholds of `model` so that `budget` (its own, if none is named) holds on training text.
 
-    `roughly` is for a look in passing: the first windows, whatever the text.
+    `roughly` is for a look in passing: the first windows, whatever the text. `show` tells how far it is.
     """
     dial, context = model.method.dial(model.config, model.method.config), model.config.context
     if dial is None or not dial.calibrated:
@@ -42,14 +54,29 @@ def calibrate(model: LanguageModel, dataset: Dataset, budget: float | None = Non
     budget, windows = budget or dial.own, max(FEWEST_WINDOWS, FIRST_TOKENS // context)
     was_training = model.training
     model.eval()
+
+    def look_at(count: int) -> Tensor:
+        ids = _windows(dataset, count, context)
+        with _shown(model, f"finding the thresholds of budget {budget:g}", ids, show=show):
+            return calibrate_on(model, ids, budget)
+
     try:
-        shares = calibrate_on(model, _windows(dataset, windows, context), budget)
-        wanted = math.ceil(float(shares.var()) / WANTED_ERROR**2)
+        wanted = math.ceil(float(look_at(windows).var()) / WANTED_ERROR**2)
         if wanted > windows and not roughly:
-            most = max(FEWEST_WINDOWS, MOST_TOKENS // context)
-            calibrate_on(model, _windows(dataset, min(wanted, most), context), budget)
+            look_at(min(wanted, max(FEWEST_WINDOWS, MOST_TOKENS // context)))
     finally:
         model.train(was_training)
+
+
+@contextlib.contextmanager
+def _shown(model: LanguageModel, title: str, ids: Tensor, *, show: bool) -> Iterator[None]:
+    """How far `calibrate_on` is: it runs every block once for every part of the text."""
+    blocks = [module for module in model.method.modules() if isinstance(module, Block)]
+    passes = len(blocks) * len(ids.split(_at_once(ids)))
+    with Progress(title, passes, unit="passes of a block", show=show) as progress, contextlib.ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(lambda *_: progress.advance()))
+        yield
 
 
 def _windows(dataset: Dataset, count: int, context: int) -> Tensor:
@@ -69,14 +96,28 @@ def _at_once(ids: Tensor) -> int:
     return max(1, AT_ONCE // ids.shape[1])
 
 
-def set_budget(model: LanguageModel, run: Run, budget: float, dataset: Dataset | None = None) -> None:
+def set_budget(
+    model: LanguageModel, run: Run, budget: float, dataset: Dataset | None = None, *, show: bool = False
+) -> None:
     """Execute the model of `run` at `budget`: by the thresholds that were kept for it, else by new ones."""
     check(run, budget)
     kept = _kept(run).get(f"{budget:g}")
     if kept is None:
-        calibrate(model, dataset or data.load(run.config.data), budget)
+        with Progress("reading the corpus", show=show):
+            dataset = dataset or data.load(run.config.data)
+        calibrate(model, dataset, budget, show=show)
     else:
         model.method.set_thresholds(kept)
+
+
+def off_budget(budget: float, share: float, tokens: int) -> str | None:
+    """One line where the share of active tokens in a text is not the budget that was asked for: why."""
+    if abs(share - budget) <= TOLERATED:
+        return None
+    return (
+        f"budget {budget:g} was asked for, but {share:.3f} of these {tokens:,} tokens were active: thresholds hold the "
+        "budget on average over training text; this text scores differently, and a short one scatters"
+    )
 
 
 def check(run: Run, budget: float) -> None:

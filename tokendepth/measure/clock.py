@@ -8,9 +8,13 @@ from typing import TypeVar
 
 import torch
 
+from tokendepth.progress import Progress
+
 Name = TypeVar("Name", bound=Hashable)
 
 
+WARM_UP = 3
+"""Rounds."""
 SHORTEST_MS = 2.0
 """Of a measurement of graphs: around one of 0.2 ms the host takes 20 us to begin it and to notice its end."""
 
@@ -19,14 +23,15 @@ def interleaved(
     conditions: dict[Name, Callable[[], object]],
     repeats: int,
     device: torch.device,
-    warm_up: int = 3,
+    warm_up: int = WARM_UP,
     *,
     graphs: bool = False,
+    progress: Progress | None = None,
 ) -> dict[Name, list[float]]:
     """Milliseconds of every condition, round by round through all of them; the first rounds are not counted.
 
     With `graphs`, on a GPU, a short condition is called several times on end, and a time is their mean: what `captured`
-    returns asks nothing of the host, so nothing of one call hides in another.
+    returns asks nothing of the host, so nothing of one call hides in another. `progress` hears of every round.
     """
     several = graphs and device.type == "cuda"
     calls = dict.fromkeys(conditions, 1)
@@ -38,6 +43,8 @@ def interleaved(
                 times[name].append(spent)
             elif several:
                 calls[name] = math.ceil(SHORTEST_MS / max(spent, 0.001))
+        if progress:
+            progress.advance()
     return times
 
 

@@ -21,6 +21,7 @@ from tokendepth.measure.clock import interleaved, quartiles
 from tokendepth.methods import build, dial_of
 from tokendepth.methods.base import Dial, Method
 from tokendepth.model import LanguageModel, Output
+from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, describe_device, environment
 from tokendepth.runs.run import EVALUATION_VERSION, Run
 from tokendepth.trace import EXECUTIONS, DepthTotals, Execution, add_up
@@ -95,28 +96,53 @@ def evaluate(
     budget: float | None = None,
     curve: bool = False,
     tokens: int | None = None,
+    show: bool = False,
 ) -> dict[str, Any]:
     """Everything `eval.json` holds. Written into the run by the caller, so that asking does not change a run.
 
     `budget` executes a budget-routed run at another budget than its own; `curve` executes a run at every point of its
-    dial, budgets or the thresholds of exits. `tokens` takes the beginning of the split instead of all of it.
+    dial, budgets or the thresholds of exits. `tokens` takes the beginning of the split instead of all of it. `show`
+    tells how far it is.
     """
+    with Progress(f"evaluating {run.path}", unit="tokens", show=show) as progress:
+        return _evaluate(run, split, device, timing, budget, curve, tokens, progress)
+
+
+def _evaluate(
+    run: Run,
+    split: Split,
+    device: str,
+    timing: bool,
+    budget: float | None,
+    curve: bool,
+    tokens: int | None,
+    progress: Progress,
+) -> dict[str, Any]:
     dial = dial_of(run.config)
     if budget is not None or (curve and dial is None):
         calibrate.check(run, budget or 1.0)
     if split not in ("val", "test"):
         raise UserError(f"split is {split!r}; expected val or test; set it with --split")
     config, where = run.config, choose_device(device)
+    progress.update(note="reading the run and its corpus")
     model, dataset = load_model(run, where), data.load(config.data)
     run.check_corpus(dataset.fingerprint)
     if budget is not None:
-        calibrate.set_budget(model, run, budget, dataset)
+        calibrate.set_budget(model, run, budget, dataset, show=progress.show)
 
-    def stream() -> Iterator[Batch]:
-        return batches(dataset, split, config.model.context, where, tokens)
+    def stream(name: str) -> Iterator[Batch]:
+        progress.update(note=name.replace("_", " "))
+        for batch in batches(dataset, split, config.model.context, where, tokens):
+            yield batch
+            progress.advance(batch[0].numel())
 
     routers = model.method.routers()
     routed = any(site.routed for site in model.method.sites(keys=1))
+    points = dial.points if curve and dial else ()
+    length = sum(ids.numel() for ids, _ in batches(dataset, split, config.model.context, where, tokens))
+    passes = (2 + model.method.has_soft if routed else 1) + len(_controls_of(model))
+    passes += len(points) * (1 + len(model.method.point_controls))
+    progress.update(total=passes * length)
     decided: dict[Execution, list[Tensor]] = {"hard": [], "sparse": []}
 
     def executed(execution: Execution) -> Measured:
@@ -126,11 +152,13 @@ def evaluate(
                 decided[execution].append(out.trace.work > 0.5)
             return out
 
-        return measure(model, stream(), forward)
+        return measure(model, stream(execution), forward)
 
     def point(dial: Dial, at: float) -> dict[str, Any]:
+        name = f"sparse at {dial.name} {at:g}"
+        progress.update(note=name)
         execute_at(model, run, at, dataset)
-        found = measure(model, stream(), lambda ids: model(ids, execution="sparse"))
+        found = measure(model, stream(name), lambda ids: model(ids, execution="sparse"))
         return {
             dial.name: at,
             "sparse": _figures(found, dataset, config, split),
@@ -146,7 +174,7 @@ def evaluate(
         found: dict[str, Any] = {}
         for name, attributes in model.method.point_controls.items():
             with _overriding(model.method, attributes):
-                control = measure(model, stream(), lambda ids: model(ids, execution="hard"))
+                control = measure(model, stream(name), lambda ids: model(ids, execution="hard"))
             found[name] = _figures(control, dataset, config, split)
             found[f"tlops_saved_{name}"] = control.depth.tlops_saved
         return found
@@ -181,9 +209,9 @@ def evaluate(
         "flops_per_token_dense": sparse.flops_dense / sparse.tokens,
         "decision_flips": flips,
         "controls": _controls(model, config, stream, measured["hard"].depth) if routers else {},
-        "time": time_forward(model, config, next(stream())[0]) if timing else None,
+        "time": time_forward(model, config, next(stream("timing"))[0]) if timing else None,
         "passage": _passage(model, dataset, split, where),
-        "curve": [point(dial, at) for at in dial.points] if curve and dial else [],
+        "curve": [point(dial, at) for at in points if dial],
         "env": environment(where),
     }
 
@@ -236,11 +264,23 @@ def _full_rows(depth: DepthTotals) -> dict[str, float]:
     return {"flops_per_token_full_rows": depth.flops_full_rows / depth.tokens} if depth.narrower_rows else {}
 
 
-def _controls(model: LanguageModel, config: RunConfig, stream: Callable, hard: DepthTotals) -> dict[str, Any]:
-    """Is it the router that matters? The same weights with untrained routers, and with dice in their place.
+def _controls_of(model: LanguageModel) -> list[str]:
+    """Is it the router that matters? The same weights with dice in its place, and with untrained routers.
 
     And whatever control the method names itself.
     """
+    routers = model.method.routers()
+    if not routers:
+        return []
+    names = ["random_decisions_hard", *model.method.controls]
+    if any(len(list(router.parameters())) for router in routers):  # else there is nothing to train
+        names += ["untrained_router_soft", "untrained_router_hard"]
+    return names
+
+
+def _controls(
+    model: LanguageModel, config: RunConfig, stream: Callable[[str], Iterator[Batch]], hard: DepthTotals
+) -> dict[str, Any]:
     device = next(model.parameters()).device
     untrained = copy.deepcopy(model)
     for router, fresh in zip(untrained.method.routers(), build(config).method.routers(), strict=True):
@@ -252,15 +292,18 @@ def _controls(model: LanguageModel, config: RunConfig, stream: Callable, hard: D
         decisions = torch.rand(len(fractions), *ids.shape, generator=dice) < fractions[:, None, None]
         return model(ids, execution="hard", decisions=decisions.to(device))
 
-    measured = {"random_decisions_hard": measure(model, stream(), at_random)}
-    for name, attributes in model.method.controls.items():
-        with _overriding(model.method, attributes):
-            measured[name] = measure(model, stream(), lambda ids: model(ids, execution="hard"))
-    if any(len(list(router.parameters())) for router in model.method.routers()):  # else there is nothing to train
-        for execution in ("soft", "hard"):
-            found = measure(untrained, stream(), lambda ids, execution=execution: untrained(ids, execution=execution))
-            measured[f"untrained_router_{execution}"] = found
-    return {name: {"loss": m.loss, "active_fraction": m.depth.active_fraction} for name, m in measured.items()}
+    conditions: dict[str, tuple[LanguageModel, Callable[[Tensor], Output]]] = {
+        "random_decisions_hard": (model, at_random),
+        "untrained_router_soft": (untrained, lambda ids: untrained(ids, execution="soft")),
+        "untrained_router_hard": (untrained, lambda ids: untrained(ids, execution="hard")),
+    }
+    found = {}
+    for name in _controls_of(model):
+        own, forward = conditions.get(name, (model, lambda ids: model(ids, execution="hard")))
+        with _overriding(model.method, model.method.controls.get(name, {})):
+            measured = measure(own, stream(name), forward)
+        found[name] = {"loss": measured.loss, "active_fraction": measured.depth.active_fraction}
+    return found
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokendepth.errors import ReportedByOtherRank, UserError
+from tokendepth.progress import Progress
 
 _groups = itertools.count()
 
@@ -25,17 +26,17 @@ class Ranks:
 
     @classmethod
     def join(cls, device: torch.device) -> "Ranks":
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if _alone():
             return cls()
-        store, rank, world = next(iter(dist.rendezvous("env://")))
-        # A name of its own for each group: what an earlier one of this process left in the store is not for this one,
-        # nor the addresses of those whom torchrun started before it had to start all again. Where torchrun keeps no
-        # store, each start has a new one, and a launcher that replaces a dead one counts its restarts from 0.
-        keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps_store else "0"
-        store = dist.PrefixStore(f"tokendepth-{attempt}-{next(_groups)}", store)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        with _peers():
+        with _peers(), Progress("waiting for the other processes of this training"):
+            store, rank, world = next(iter(dist.rendezvous("env://")))
+            # A name of its own for each group: what an earlier one of this process left in the store is not for this
+            # one, nor the addresses of those whom torchrun started before it had to start all again. Where torchrun
+            # keeps no store, each start has a new one, and a launcher that replaces a dead one counts from 0.
+            keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps_store else "0"
+            store = dist.PrefixStore(f"tokendepth-{attempt}-{next(_groups)}", store)
+            backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5))
         return cls(rank, world)
 
@@ -86,6 +87,32 @@ class Ranks:
             raise refused
         if any(refusals):
             raise ReportedByOtherRank
+
+
+def _alone() -> bool:
+    """Whether the environment names no other process; a UserError where it is not as torchrun would set it."""
+    world = _whole("WORLD_SIZE", "1")
+    _expect(world is not None and world > 0, "WORLD_SIZE", "a whole number from 1 up")
+    assert world is not None
+    rank = _whole("RANK", "0" if world == 1 else "")
+    _expect(rank is not None and rank < world, "RANK", f"a whole number below WORLD_SIZE ({world})")
+    if world > 1:
+        _expect(bool(os.environ.get("MASTER_ADDR")), "MASTER_ADDR", "the machine of the first process")
+        port = _whole("MASTER_PORT", "")
+        _expect(port is not None and port < 2**16, "MASTER_PORT", "a whole number up to 65535")
+    return world == 1
+
+
+def _whole(name: str, default: str) -> int | None:
+    text = os.environ.get(name, default)
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+
+
+def _expect(ok: bool, name: str, expected: str) -> None:
+    if not ok:
+        found = f"is {os.environ[name]!r}" if name in os.environ else "is not set"
+        remedy = "start the processes with torchrun, or unset WORLD_SIZE and RANK"
+        raise UserError(f"the environment variable {name} {found}; expected {expected}; {remedy}")
 
 
 @contextlib.contextmanager

@@ -4,14 +4,13 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import tyro
 
+from tokendepth.cli.commands.one import LOADING
 from tokendepth.errors import UserError
-
-if TYPE_CHECKING:
-    pass
+from tokendepth.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -86,16 +85,16 @@ class Bench:
         if self.what == "forward":
             self._forward()
             return
-        from tokendepth.bench import training
-
+        with Progress(LOADING):
+            from tokendepth.bench import training
         for row in training.measure(self.device, self.out):
             print(json.dumps(row))
 
     def _forward(self) -> None:
-        from tokendepth.bench import forward, processes
-
-        if self.processes < 1:
-            raise UserError(f"--processes is {self.processes}; expected 1 or more")
+        with Progress(LOADING):
+            from tokendepth.bench import forward, processes
+        if not 1 <= self.processes <= 1000:
+            raise UserError(f"--processes is {self.processes}; expected a number from 1 to 1000")
         fractions, batches = forward.parse_fractions(self.fractions), forward.parse_batches(self.batches)
         if self.processes > 1:
             words = ["--device", self.device, *(["--batches", self.batches] if self.batches else [])]

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import tyro
 
 from tokendepth.config import RunConfig
+from tokendepth.progress import Progress
 from tokendepth.recipes import RECIPES, recipe, summary
 
 PARTS = ("data", "model", "method", "train")
 DEMO_TOKENS = 2**15
 """Of the validation text that the demo's models are executed on, so that it takes seconds."""
+LOADING = "loading PyTorch"
 
 
 def _recipe_choice(name: str) -> Any:
@@ -89,7 +91,7 @@ class Train:
         config = _config(self.recipe)
         out = self.out or Path("runs") / f"{config.recipe}-{config.train.seed}"
         run = train(config, out, resume=self.resume)
-        if int(os.environ.get("RANK", "0")) == 0:
+        if os.environ.get("RANK", "0") == "0":
             print(f"finished: {run.path}; measure it with: tokendepth evaluate {run.path}")
 
 
@@ -113,14 +115,16 @@ class Evaluate:
     """Print one JSON object instead of a table."""
 
     def __call__(self) -> None:
-        from tokendepth.measure.evaluate import evaluate
+        with Progress(LOADING):
+            from tokendepth.measure import calibrate
+            from tokendepth.measure.evaluate import evaluate
         from tokendepth.report import terminal_table
         from tokendepth.runs.run import Run
         from tokendepth.training.progress import loss_in_words
 
         run = Run.open(self.run)
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "json")}
-        result = evaluate(run, **settings)
+        result = evaluate(run, **settings, show=True)
         kept = self.split == "val" and self.budget is None
         # Neither a full disk nor a stdout that nobody reads may swallow what took minutes to measure.
         try:
@@ -133,6 +137,10 @@ class Evaluate:
                     words = f"{self.split} loss {loss}, active fraction {figures['active_fraction']:.3f}"
                     print(f"{name.replace('_', ' '):>21}: {words}")
                 print(f"decisions that differ between hard and sparse: {result['decision_flips']}")
+            if self.budget is not None:
+                share = result["sparse"]["active_fraction"]
+                if line := calibrate.off_budget(self.budget, share, result["tokens"]):
+                    print(f"tokendepth: {line}", file=sys.stderr)
         finally:
             if kept:
                 run.write_evaluation(result)
@@ -152,18 +160,20 @@ class Calibrate:
     """Share of the tokens that are active in the routed blocks, above 0 and up to 1."""
 
     def __call__(self) -> None:
-        import torch
+        with Progress(LOADING):
+            import torch
 
-        from tokendepth import data
-        from tokendepth.measure import calibrate
-        from tokendepth.measure.evaluate import load_model
+            from tokendepth import data
+            from tokendepth.measure import calibrate
+            from tokendepth.measure.evaluate import load_model
         from tokendepth.runs.run import Run
 
         run = Run.open(self.run)
         calibrate.check(run, self.budget)
-        model, dataset = load_model(run, torch.device("cpu")), data.load(run.config.data)
+        with Progress(f"reading {run.path} and its corpus"):
+            model, dataset = load_model(run, torch.device("cpu")), data.load(run.config.data)
         run.check_corpus(dataset.fingerprint)
-        calibrate.calibrate(model, dataset, self.budget)
+        calibrate.calibrate(model, dataset, self.budget, show=True)
         calibrate.keep(model, run, self.budget)
         print(f"{run.path} can now be executed with --budget {self.budget:g}, on this machine and others")
 
@@ -177,9 +187,12 @@ class Describe:
     """Print one JSON object instead of lines."""
 
     def __call__(self) -> None:
-        from tokendepth.measure.describe import describe
+        with Progress(LOADING):
+            from tokendepth.measure.describe import describe
 
-        facts = describe(_config(self.recipe))
+        config = _config(self.recipe)
+        with Progress(f"describing {config.recipe}"):  # a vocabulary may have to be read from a large corpus
+            facts = describe(config)
         if self.json:
             print(json.dumps(facts))
             return
@@ -234,7 +247,8 @@ class Generate:
     """Execute a budget-routed run at this budget instead of its own."""
 
     def __call__(self) -> None:
-        from tokendepth.infer.generate import Spending, generate
+        with Progress(LOADING):
+            from tokendepth.infer.generate import Spending, generate
         from tokendepth.runs.run import Run
 
         spending = Spending()
@@ -242,6 +256,8 @@ class Generate:
         for number, piece in enumerate(generate(Run.open(self.run), self.prompt, spending, **settings)):
             print(piece if number else self.prompt + piece, end="", flush=True)
         print(f"\n[{self.execution}: {spending.summary()}]", file=sys.stderr)
+        if self.budget is not None and (line := spending.off_budget(self.budget)):
+            print(f"tokendepth: {line}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -249,9 +265,10 @@ class Doctor:
     """Check the installation: what works, what is missing, what to do about it."""
 
     def __call__(self) -> None:
-        from tokendepth.cli.doctor import examine
+        with Progress("examining the installation"):
+            from tokendepth.cli.doctor import examine
 
-        findings = examine()
+            findings = examine()
         for finding in findings:
             mark = "ok  " if finding.ok else "FAIL" if finding.needed else "-   "
             print(f"{mark} {finding.name:<18} {finding.detail}")
