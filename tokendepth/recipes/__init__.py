@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tokendepth.config import RunConfig, override
 from tokendepth.errors import UserError, did_you_mean
-from tokendepth.recipes import demo, enwik8, modern, shakespeare, synthetic
+from tokendepth.recipes import demo, enwik8, enwik8_bytes, modern, shakespeare, synthetic
 
 _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
     demo.dense,
@@ -31,6 +31,8 @@ _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
     enwik8.switch,
     enwik8.early_exit,
     enwik8.mod,
+    enwik8_bytes.dense,
+    enwik8_bytes.span,
     synthetic.copy_dense,
     synthetic.copy_tsa,
     synthetic.copy_budget,
