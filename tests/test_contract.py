@@ -84,15 +84,14 @@ CASES["mor-token"] = MoRConfig(routing="token")
 CASES["mor-shared"] = MoRConfig(recursions=3, kv="shared")
 CASES["mor-token-shared"] = MoRConfig(recursions=3, routing="token", kv="shared")
 CASES["itt-router"] = ITTConfig(steps=2, every=1, decides="router")
-CASES["span-smooth"] = SpanConfig(carry="smooth")
 CASES["span-boundary"] = SpanConfig(decide="boundary", carry="smooth", ratio_loss=0.0)
 CASES["span-gain"] = SpanConfig(decide="gain", keys="all", carry="none")
-CASES["span-rule"] = SpanConfig(decide="rule", budget=0.5)
 CASES["span-dice"] = SpanConfig(decide="dice", budget=0.5, carry="none")
 # Every method, and the ways to run a block that its default does not take: given rows, given keys.
-ON_MODERN = [*METHODS, "budget-plain", "budget-random", "mor-token-shared", "span-gain", "span-rule"]
+ON_MODERN = [*METHODS, "budget-plain", "budget-random", "mor-token-shared"]
 CASES |= {f"{name} modern": CASES[name] for name in ON_MODERN if name in CASES}
 CASES["span-ratio modern"] = SpanConfig(decide="boundary")  # untrained, neighbours of the classic block are too alike
+CASES["span-rule modern"] = SpanConfig(decide="rule", budget=0.5)
 DEPTH = {"mor": 4, "mor-token": 6, "mor-shared": 5, "mor-token-shared": 5}
 DEPTH |= {case.removesuffix(" modern"): 4 for case in CASES if case.startswith("span")}
 """Where three layers do not do."""

@@ -10,7 +10,16 @@ import torch
 
 from paper.schematic import SCHEMATICS
 from tokendepth import data
-from tokendepth.config import BudgetConfig, DenseConfig, RunConfig, from_dict, method_name, override, to_dict
+from tokendepth.config import (
+    BudgetConfig,
+    DenseConfig,
+    RunConfig,
+    SpanConfig,
+    from_dict,
+    method_name,
+    override,
+    to_dict,
+)
 from tokendepth.errors import UserError
 from tokendepth.methods import build
 from tokendepth.recipes import RECIPES, recipe, summary
@@ -26,7 +35,8 @@ each_recipe = pytest.mark.parametrize("name", RECIPES)
 
 def shrunk(name: str) -> RunConfig:
     """The recipe at a size for a test; a corpus that would be downloaded gives way to one that is at hand."""
-    small = {**SMALL, "model.n_layer": "4"} if name.endswith(".mor") else SMALL  # the least in which something recurs
+    deeper = name.endswith((".mor", ".span"))  # the least in which something recurs, and a span has an end
+    small = {**SMALL, "model.n_layer": "4"} if deeper else SMALL
     if name.startswith("modern."):
         pytest.importorskip("tokenizers")
         small = {
@@ -47,7 +57,7 @@ def test_two_steps(name):
     config = shrunk(name)
     dataset = data.load(config.data)
     config = resolve(config, dataset)
-    model = build(config).train()
+    model = build(config, dataset.tokenizer.spellings()).train()
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     take_step = OptimiserStep(model, config.train, torch.device("cpu"), Ranks())
     # The same batch twice: the second loss must have fallen. A step of AdamW moves each weight by its learning rate,
@@ -64,7 +74,7 @@ def test_two_steps(name):
         assert all(math.isfinite(number) for number in (stats.task, stats.depth, stats.grad_norm, *stats.work))
         assert stats.grad_norm > 0
         method = config.method
-        has_losses = not isinstance(method, DenseConfig) and (
+        has_losses = not isinstance(method, DenseConfig | SpanConfig) and (
             not isinstance(method, BudgetConfig) or method.dial or method.distill > 0
         )
         assert (stats.depth != 0) == has_losses
@@ -102,7 +112,7 @@ def test_recipes_that_are_to_be_compared_differ_in_the_method_alone(name):
 
 @pytest.mark.parametrize("corpus", ["shakespeare", "enwik8"])
 def test_every_method_that_is_compared_has_a_recipe_on_text(corpus):
-    assert {method_name(recipe(name).method) for name in RECIPES if name.startswith(corpus)} == SCHEMATICS.keys()
+    assert {method_name(recipe(name).method) for name in RECIPES if name.startswith(f"{corpus}.")} == SCHEMATICS.keys()
 
 
 def test_an_unknown_recipe_names_the_nearest():

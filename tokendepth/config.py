@@ -223,7 +223,7 @@ class TrainConfig:
     """Sequences per optimiser step, over all ranks and accumulation."""
     accumulate: int = 1
     """Micro-batches per optimiser step. Without dropout the result does not depend on it, but for rounding, unless the
-    method takes a statistic over each micro-batch (budget, switch, mor with token choice): the training log says so."""
+    method takes a statistic over each micro-batch (budget, span and others do): the training log says so."""
     lr: float = 3e-4
     """Peak learning rate; falls to a tenth of it along a cosine."""
     weight_decay: float = 0.1

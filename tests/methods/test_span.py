@@ -261,6 +261,15 @@ def test_boundaries_are_learned_by_the_ratio_loss_or_held_by_the_quantile(ratio,
     assert bool(out.trace.work[1].sum() == 8 * TIME / 2) != fixed
 
 
+@pytest.mark.parametrize("decide", ["score", "boundary"])
+def test_what_is_trained_does_not_depend_on_what_was_calibrated(decide):
+    """Each validation calibrates, and a resumed run does not repeat it."""
+    model, ids = span(MODERN, decide=decide).train(), tokens()
+    before = model(ids)
+    calibrate_on(model.eval(), ids, 0.9)
+    assert torch.equal(model.train()(ids).logits, before.logits)
+
+
 def test_the_gain_is_what_a_token_loses_without_the_span():
     """Of the dense model's losses and those of the model without the span, which are other models here."""
     model, ids = span(decide="gain").train(), tokens(6)

@@ -47,7 +47,7 @@ from tokendepth.methods.span_deciders import (
     ratio_loss,
 )
 from tokendepth.model import Block, MethodOutput
-from tokendepth.ops.decide import Decision, list_active
+from tokendepth.ops.decide import Decision, decide
 from tokendepth.ops.rows import ChosenRows, compact, put, take
 from tokendepth.trace import Site
 
@@ -76,13 +76,15 @@ class Span(ExactBuffers, Method):
         ranked = self._ranked(score, ctx)
         fewer_keys, losses = None, {}
         if self.training:
-            threshold = self._quantile(ranked, ctx) if self.decider.statistic == QUANTILE else self.threshold
+            threshold = self._quantile(ranked, ctx) if self.decider.statistic == QUANTILE else self.decider.threshold
             update, active = self._train(hidden, ctx, ranked, threshold)
             losses = self._losses(hidden, score, ctx)
         else:
             threshold = ctx.thresholds([self.threshold] * len(self.span))[0]
-            active = ctx.real(ranked > threshold)
-            update, fewer_keys = self._execute(hidden, ctx, active)
+            listing = hidden if ctx.execution == "sparse" else None  # for kernels: once for all blocks
+            decision = decide(-ranked, threshold, ctx.valid, states=listing)
+            active = decision.active
+            update, fewer_keys = self._execute(hidden, ctx, decision)
         hidden = hidden + self._passed_on(update, active, score, threshold, ctx)
         hidden = _through(after, hidden, ctx)
         work = [active if n in self.span else everyone(hidden) for n in range(len(self.blocks))]
@@ -126,9 +128,9 @@ class Span(ExactBuffers, Method):
 
     # -- evaluation
 
-    def _execute(self, hidden: Tensor, ctx: Context, active: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _execute(self, hidden: Tensor, ctx: Context, decision: Decision) -> tuple[Tensor, Tensor | None]:
         """The active tokens' updates, zero for the others; and how many keys fewer they attended over, if packed."""
-        _, blocks, _ = self._stages()
+        (_, blocks, _), active = self._stages(), decision.active
         if self.knobs.keys == "active":
             count = active.sum(1)
             earlier = torch.zeros_like(count) if ctx.cache is None else ctx.cache.state("span length", like=count[0])
@@ -143,10 +145,9 @@ class Span(ExactBuffers, Method):
                 rows = _through(blocks, taken, ctx.gathered(active, places, columns, lengths))
                 update = put(torch.zeros_like(hidden), places, rows - taken)
                 return update, ctx.key_count(hidden.shape[1]) - lengths
-        listed = list_active(active, hidden) if ctx.execution == "sparse" else None
-        rows, state = Rows(active, Decision(active, active, listed=listed)), ctx.spare(hidden)
+        state = ctx.spare(hidden)
         for block in blocks:
-            state = block(state, ctx, rows, keys=self.knobs.keys)
+            state = block(state, ctx, Rows(active, decision), keys=self.knobs.keys)
         return state - hidden, None
 
     @torch.no_grad()
@@ -162,7 +163,7 @@ class Span(ExactBuffers, Method):
         level = torch.full((1, 1), 1 - self.knobs.budget, device=ranked.device)
         return _finite(quantile(ranked, level, ctx.valid))
 
-    def _train(self, hidden: Tensor, ctx: Context, ranked: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    def _train(self, hidden: Tensor, ctx: Context, ranked: Tensor, threshold: Tensor | float) -> tuple[Tensor, Tensor]:
         """The active tokens' updates, zero for the others, and who they are."""
         _, blocks, _ = self._stages()
         chosen = self._chosen(ranked, threshold, ctx)
@@ -179,7 +180,7 @@ class Span(ExactBuffers, Method):
             state = block(state, ctx, rows, gate=active.to(hidden.dtype))
         return state - hidden, active
 
-    def _chosen(self, ranked: Tensor, threshold: Tensor, ctx: Context) -> Selected:
+    def _chosen(self, ranked: Tensor, threshold: Tensor | float, ctx: Context) -> Selected:
         """The tokens above the threshold that find room, first and in order; then whatever fills up the rows."""
         time, share = ranked.shape[1], ROOM * self.knobs.budget
         if ctx.valid is not None:
@@ -196,7 +197,7 @@ class Span(ExactBuffers, Method):
     def _losses(self, hidden: Tensor, score: Tensor, ctx: Context) -> dict[str, Tensor]:
         knobs = self.knobs
         if isinstance(self.decider, Boundary) and knobs.ratio_loss:
-            ratio = ratio_loss(score, score > self.threshold, knobs.budget, ctx)
+            ratio = ratio_loss(score, score > self.decider.threshold, knobs.budget, ctx)
             return {"ratio": knobs.ratio_loss * ratio}
         if isinstance(self.decider, Gain) and ctx.targets is not None:
             counted = (ctx.targets >= 0).float()  # elsewhere no loss is taken

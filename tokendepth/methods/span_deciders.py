@@ -23,12 +23,10 @@ QUANTILE = "the quantile of the scores, which is the threshold while training"
 
 
 class Decider(nn.Module):
-    calibrated = True
-    """Whether the threshold is set so that a named share of the tokens exceeds it; else it is fixed."""
     statistic: str | None = QUANTILE
     """What training takes over a micro-batch as a whole, as `Method.batch_statistic`."""
     threshold = 0.0
-    """Until it is calibrated."""
+    """Until it is calibrated, and while training unless that takes the quantile."""
     flops = 0
     """Of one token."""
 
@@ -120,7 +118,7 @@ class WordEnds(Decider):
     where one ends is not known before the next token. A byte that is only a part of a character counts as a letter.
     """
 
-    calibrated, statistic, threshold = False, None, 0.5
+    statistic, threshold = None, 0.5
     ends: Tensor
 
     def __init__(self, model: ModelConfig) -> None:
@@ -138,7 +136,7 @@ class WordEnds(Decider):
 class Dice(Decider):
     """Numbers in [0, 1) that say nothing of use: a hash of the token and its position, however it is batched."""
 
-    calibrated, statistic = False, None
+    statistic = None
 
     def __init__(self, config: SpanConfig) -> None:
         super().__init__()

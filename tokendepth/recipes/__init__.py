@@ -9,7 +9,7 @@ from typing import Any
 
 from tokendepth.config import RunConfig, override
 from tokendepth.errors import UserError, did_you_mean
-from tokendepth.recipes import demo, enwik8, modern, shakespeare, synthetic
+from tokendepth.recipes import demo, enwik8, enwik8_bytes, modern, shakespeare, synthetic
 
 _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
     demo.dense,
@@ -33,6 +33,8 @@ _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
     enwik8.switch,
     enwik8.early_exit,
     enwik8.mod,
+    enwik8_bytes.dense,
+    enwik8_bytes.span,
     synthetic.copy_dense,
     synthetic.copy_tsa,
     synthetic.copy_budget,

@@ -102,4 +102,4 @@ def finds_own_rows(h: Tensor) -> bool:
 def launch_bound(h: Tensor, weights: BlockWeights | None, heads: int) -> bool:
     """Whether a block of this shape is so small that launches decide how long it takes."""
     # Whether kernels serve is asked first: a compiler need not know sizes where they do not.
-    return serves(h) and finds_own_rows(h) and has_kernel(weights, heads)
+    return runs_kernel(h, weights, heads) and finds_own_rows(h)
