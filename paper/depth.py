@@ -18,7 +18,7 @@ from paper.contenders import DENSE, LONG, Contender, miniature
 from paper.evidence import by_experiment
 from paper.grid import Deadline, Progress, same
 from paper.outcomes import Outcomes
-from paper.search import Search, Tried
+from paper.search import Search, Tried, wall_clock
 from paper.settings import Comparison, Setting
 from tokendepth.config import RunConfig, from_dict, override
 from tokendepth.errors import UserError
@@ -142,7 +142,7 @@ def _costs(run: Run) -> Row:
     first = replace(run.config, train=replace(run.config.train, seed=0))
     narrower = _full_rows(run) - (run.evaluation or {})["flops_per_token"]
     found: Row = {"training_flops_per_token": _training_flops(first), "narrower_rows_flops_per_token": narrower}
-    return found | (_keys_and_values(run) if run.config == first else {})
+    return found | wall_clock(run) | (_keys_and_values(run) if run.config == first else {})
 
 
 def _full_rows(run: Run) -> float:

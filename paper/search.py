@@ -28,6 +28,7 @@ from paper.outcomes import interpolate
 from tokendepth.config import RunConfig, from_dict, to_dict
 from tokendepth.errors import UserError
 from tokendepth.runs.results import Row, add_rows, read_rows
+from tokendepth.runs.run import Run
 
 ROWS = "search.json"
 TOKENS = 2**18
@@ -62,11 +63,17 @@ def search(
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
     configs, path = runs(quick=quick), results / ROWS
     tokens = tables.MINIATURE_TOKENS if quick else TOKENS
-    how = {"workers": workers, "tokens": tokens, "here": quick, "show": show}
+    how = {"workers": workers, "tokens": tokens, "here": quick, "show": show, "also": wall_clock}
     done = grid.fill(configs, out, path, Deadline.after(max_minutes), **how)
     lost = {name: words for name, words in done.failed.items() if NOT_FINITE in words}
     add_rows(path, [{"name": n, "config": to_dict(configs[n]), "failed": w} for n, w in lost.items()], ("config",))
     return Progress({name: words for name, words in done.failed.items() if name not in lost}, done.left)
+
+
+def wall_clock(run: Run) -> Row:
+    """Seconds from a run's first file to its evaluation, beside its neighbours on the device and with all pauses."""
+    first, last = (run.path / name for name in ("config.json", "eval.json"))
+    return {"wall_seconds": last.stat().st_mtime - first.stat().st_mtime}
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------

@@ -312,6 +312,7 @@ def test_both_commands_in_miniature(few, tmp_path, capsys):
     main(["search", "--quick", "--out", str(tmp_path / "search"), "--results", str(rows)], PAPER)
     assert len(read_rows(rows / ROWS)) == 2 * sum(len(one.values) for one in few)
     assert {row["evaluation"]["split"] for row in read_rows(rows / ROWS)} == {"val"}
+    assert all(row["wall_seconds"] > 0 for row in read_rows(rows / ROWS))
     main(["depth", "--quick", "--out", str(tmp_path / "depth"), "--results", str(rows)], PAPER)
     found = read_rows(rows / depth.ROWS)
     assert {row["evaluation"]["split"] for row in found} == {"test"}
