@@ -20,6 +20,7 @@ from tokendepth.runs.results import read_rows
 
 MOD = next(one for one in CONTENDERS if one.name == "mod")
 EXIT = next(one for one in CONTENDERS if one.name == "early_exit")
+ROOT = Path(__file__).resolve().parents[2]
 SIX = 11e6
 
 
@@ -132,6 +133,15 @@ def test_exits_are_judged_where_they_cost_what_six_layers_do(tmp_path):
     assert (tried.loss, tried.flops) == (1.9, SIX * 1.02)
 
 
+def test_of_dense_models_a_rate_is_chosen_at_each_number_of_layers(tmp_path):
+    lines = depth_page.choices(read(tmp_path, dense_rows())).splitlines()[2:5]
+    assert [line.split(" | ")[1:4] for line in lines] == [
+        ["4 layers", "0.002", "2.0000"],
+        ["6 layers", "0.002", "1.8000"],
+        ["8 layers", "0.002", "1.7000"],
+    ]
+
+
 def test_dense_models_take_the_rate_of_the_nearest_number_of_layers(tmp_path):
     rows = dense_rows()
     for row in rows:  # eight layers want a lower rate than the others
@@ -139,7 +149,9 @@ def test_dense_models_take_the_rate_of_the_nearest_number_of_layers(tmp_path):
             row["evaluation"]["sparse"]["loss"] = 1.6
     found = read(tmp_path, rows)
     assert [found.rate_of_dense(layers) for layers in (3, 4, 6, 8, 12)] == [2e-3, 2e-3, 2e-3, 3e-4, 3e-4]
-    assert read(tmp_path, rows[1:]).rate_of_dense(6) is None, "not searched to the end"
+    unfinished = read(tmp_path, [row for row in rows if row["config"]["model"]["n_layer"] > 4])
+    assert unfinished.rate_of_dense(6) is None
+    assert depth_page.choices(unfinished).count("| 8 of 12 |") == 2
 
 
 # --- what is reported -------------------------------------------------------------------------------------------------
@@ -261,7 +273,7 @@ def test_dense_models_are_there_at_every_scale_and_doubling_is_told(searched):
         assert layers == [6, 4, 8]
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
     assert spans.gain_of_doubling(searched) is None, "not run"
-    six = spans.at_scale(search, spans.SCALES[2])[0]
+    six = spans.at_scale(search, spans.TWICE)[0]
     (searched / spans.ROWS).write_text(json.dumps([made_up(six.config, 2.376, SIX)]))
     assert spans.gain_of_doubling(searched) == pytest.approx(-0.01, abs=0.005)
     assert "with six layers by -1." in depth_page.grows(searched).replace("\n", " ")
@@ -284,6 +296,12 @@ def test_what_was_not_run_has_no_number(tmp_path):
     page = depth_page.document(tmp_path, {}).split("### What was chosen")[1].split("## How to read")[0]
     assert page.count("| not run |") == len(CONTENDERS) + 5
     assert "±" not in page
+
+
+def test_the_page_is_that_of_results(tmp_path):
+    depth_page.write(ROOT / "results", tmp_path / "page.md")
+    committed = (ROOT / "docs" / "WHERE_DEPTH_PAYS.md").read_text()
+    assert (tmp_path / "page.md").read_text() == committed, "stale: run make readme"
 
 
 def test_the_rule_stands_on_the_page():
