@@ -10,10 +10,12 @@ import pytest
 from paper import contenders, depth, depth_page, spans
 from paper.__main__ import PAPER
 from paper.contenders import CONTENDERS, DENSE, LONG, RATES, SHORT, Contender
+from paper.grid import Progress
 from paper.search import ROWS, Search, runs
 from tests.tiny import hashes
 from tokendepth.cli.main import main
 from tokendepth.config import RunConfig, to_dict
+from tokendepth.errors import UserError
 from tokendepth.methods import METHODS, build, outline
 from tokendepth.report.summary import Stat
 from tokendepth.runs.results import read_rows
@@ -359,6 +361,19 @@ def test_without_its_search_a_contender_is_left_out(few, tmp_path, capsys):
     assert "3 left, the search of dense first" in told.out
     assert "python -m paper search" in told.err
     assert not (tmp_path / "results" / depth.ROWS).exists()
+
+
+def test_some_contenders_can_be_trained_before_others(searched, tmp_path, monkeypatch):
+    asked: dict[str, RunConfig] = {}
+    monkeypatch.setattr("paper.grid.fill", lambda configs, *_, **__: asked.update(configs) or Progress())
+    depth.depth(seeds=2, only=("mod", "random"), results=searched, show=False)
+    assert sorted({vars(config.method).get("routing", "mod") for config in asked.values()}) == ["mod", "random"]
+    assert len(asked) == 2 * 2 + 1, "two seeds each, and the runner-up"
+    asked.clear()
+    depth.depth(seeds=2, results=searched, show=False)
+    assert len(asked) == 2 * len(depth.entries(Search.read(searched))) + len(depth.order(searched))
+    with pytest.raises(UserError, match="did you mean 'mod'"):
+        depth.depth(only=("modd",), results=searched, show=False)
 
 
 @pytest.mark.parametrize("command", ["search", "depth", "spans", "times"])
