@@ -41,9 +41,8 @@ class Contender:
         return hash(self.name)
 
     def config(self, value: str, rate: float, steps: int, seed: int = 0) -> RunConfig:
-        train = TrainConfig(
-            steps=steps, batch_size=64, lr=rate, seed=seed, eval_every=max(1, steps // 4), checkpoint_every=steps
-        )
+        every = steps if steps == SHORT else steps // 4
+        train = TrainConfig(steps=steps, batch_size=64, lr=rate, seed=seed, eval_every=every, checkpoint_every=steps)
         config = RunConfig(DATA, MODEL, METHOD_CONFIGS[self.method](), train)
         changes = (change.split("=") for change in self.values[value].split(":"))
         return override(config, {key.replace("-", "_"): chosen for key, chosen in changes})

@@ -18,10 +18,10 @@ from paper.contenders import DENSE, LONG, Contender, miniature
 from paper.evidence import by_experiment
 from paper.grid import Deadline, Progress, same
 from paper.outcomes import Outcomes
-from paper.search import Search, Tried
+from paper.search import Search, Tried, wall_clock
 from paper.settings import Comparison, Setting
 from tokendepth.config import RunConfig, from_dict, override
-from tokendepth.errors import UserError
+from tokendepth.errors import UserError, did_you_mean
 from tokendepth.methods import dial_of, outline
 from tokendepth.runs.results import Row, read_rows
 from tokendepth.runs.run import Run
@@ -104,6 +104,7 @@ def _entry(tried: Tried, title: str, method: str, target: float | None) -> Entry
 def depth(
     *,
     seeds: int = SEEDS,
+    only: tuple[str, ...] = (),
     quick: bool = False,
     max_minutes: float | None = None,
     out: Path = Path("runs/depth"),
@@ -111,14 +112,22 @@ def depth(
     workers: int | None = None,
     show: bool = True,
 ) -> Progress:
-    """Fill the rows of the comparison as far as the search in `results` is complete; run folders go to `out`."""
+    """Fill the rows of the comparison as far as the search in `results` is complete; run folders go to `out`.
+
+    `only` names the contenders and controls to train now; none is all. Whoever is judged by dense models needs those.
+    """
     if seeds < 1:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     if max_minutes is not None and not max_minutes > 0:
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
+    known = [*(one.name for one in contenders.CONTENDERS), *(method for _, method, _ in DICE.values())]
+    if unknown := next((name for name in only if name not in known), None):
+        raise UserError(f"--only has {unknown!r}: no such contender; {did_you_mean(unknown, known)}")
     search, seeds = Search.read(results, quick=quick), 1 if quick else seeds
-    configs = {n: c for entry in entries(search, quick=quick) for n, c in entry.runs(seeds).items()}
-    configs |= {n: c for entry in runners_up(search, quick=quick) for n, c in entry.runs(1).items()}
+    wanted = [(entry, seeds) for entry in entries(search, quick=quick)]
+    wanted += [(entry, 1) for entry in runners_up(search, quick=quick)]
+    chosen = [(entry, count) for entry, count in wanted if not only or entry.setting.method in only]
+    configs = {name: config for entry, count in chosen for name, config in entry.runs(count).items()}
     waiting = [one.title for one in contenders.CONTENDERS if search.missing[one]]
     if waiting and show:
         line = f"not searched to the end, so left out: {', '.join(waiting)}; run: python -m paper search"
@@ -142,7 +151,7 @@ def _costs(run: Run) -> Row:
     first = replace(run.config, train=replace(run.config.train, seed=0))
     narrower = _full_rows(run) - (run.evaluation or {})["flops_per_token"]
     found: Row = {"training_flops_per_token": _training_flops(first), "narrower_rows_flops_per_token": narrower}
-    return found | (_keys_and_values(run) if run.config == first else {})
+    return found | wall_clock(run) | (_keys_and_values(run) if run.config == first else {})
 
 
 def _full_rows(run: Run) -> float:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from paper import contenders, search, spans
 from paper.comparison import judge, table, verdicts, wrapped
-from paper.contenders import LONG, SHORT
+from paper.contenders import DENSE, LONG, SHORT
 from paper.depth import TOKENS, Entry, Order, order, outcomes
 from paper.evidence import NOT_RUN, needs_report_extra, show
 from paper.outcomes import OUTSIDE, Cost, Outcomes
@@ -96,10 +96,13 @@ def choices(found: Search) -> str:
         if not tried:
             rows.append([one.title, NOT_RUN, *[""] * 6, ended])
             continue
-        best, second = tried[0], f"{tried[1].difference:+.2%}" if len(tried) > 1 else DASH
-        rate = f"{best.rate:g}" + (" (the edge)" if best.at_the_edge else "")
-        figures = [f"{best.loss:.4f}", f"{best.flops:,.0f}", f"{best.dense:.4f}", f"{best.difference:+.2%}"]
-        rows.append([one.title, best.value, rate, *figures, second, ended])
+        # Of dense models a rate is chosen at each number of layers; of all others one run of all.
+        groups = [[t for t in tried if t.value == value] for value in one.values] if one is DENSE else [tried]
+        for group in filter(None, groups):
+            best, second = group[0], f"{group[1].difference:+.2%}" if len(group) > 1 else DASH
+            rate = f"{best.rate:g}" + (" (the edge)" if best.at_the_edge else "")
+            figures = [f"{best.loss:.4f}", f"{best.flops:,.0f}", f"{best.dense:.4f}", f"{best.difference:+.2%}"]
+            rows.append([one.title, best.value, rate, *figures, second, ended])
     return table(titles, rows, words=2)
 
 

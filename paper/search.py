@@ -7,7 +7,7 @@
 3. Beside each loss stands that of dense models of the same executed FLOPs: the straight pieces between the best of four
    rates at 4, 6 and 8 layers. Beyond the ends of that line its last point stands for it. The run with the smallest
    relative difference to the line is the contender's choice; of dense models, the rate with the lowest loss at each
-   number of layers.
+   number of layers. Attention within a packed sequence counts as wide as that sequence.
 4. A model that can be executed at several costs is judged where its FLOPs come nearest to those of six dense layers.
 5. A run whose loss or gradient stops being finite has lost.
 
@@ -28,6 +28,7 @@ from paper.outcomes import interpolate
 from tokendepth.config import RunConfig, from_dict, to_dict
 from tokendepth.errors import UserError
 from tokendepth.runs.results import Row, add_rows, read_rows
+from tokendepth.runs.run import Run
 
 ROWS = "search.json"
 TOKENS = 2**18
@@ -62,11 +63,17 @@ def search(
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
     configs, path = runs(quick=quick), results / ROWS
     tokens = tables.MINIATURE_TOKENS if quick else TOKENS
-    how = {"workers": workers, "tokens": tokens, "here": quick, "show": show}
+    how = {"workers": workers, "tokens": tokens, "here": quick, "show": show, "also": wall_clock}
     done = grid.fill(configs, out, path, Deadline.after(max_minutes), **how)
     lost = {name: words for name, words in done.failed.items() if NOT_FINITE in words}
     add_rows(path, [{"name": n, "config": to_dict(configs[n]), "failed": w} for n, w in lost.items()], ("config",))
     return Progress({name: words for name, words in done.failed.items() if name not in lost}, done.left)
+
+
+def wall_clock(run: Run) -> Row:
+    """Seconds from a run's first file to its evaluation, beside its neighbours on the device and with all pauses."""
+    first, last = (run.path / name for name in ("config.json", "eval.json"))
+    return {"wall_seconds": last.stat().st_mtime - first.stat().st_mtime}
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------

@@ -47,13 +47,8 @@ class Scale:
         )
 
 
-BASE = Scale("width 256, context 256, 4,000 steps")
-SCALES = (
-    BASE,
-    Scale("context 512", context=512),
-    Scale("8,000 steps", steps=2 * LONG),
-    Scale("width 512", width=512),
-)
+BASE, TWICE = Scale("width 256, context 256, 4,000 steps"), Scale("8,000 steps", steps=2 * LONG)
+SCALES = (BASE, Scale("context 512", context=512), TWICE, Scale("width 512", width=512))
 """The dearest last: a call that is cut short has the others."""
 
 
@@ -111,7 +106,7 @@ def gain_of_doubling(results: Path, *, quick: bool = False) -> float | None:
     """What twice the steps give the dense model with six layers: relative, mean over seeds."""
     six = Setting("dense, 6 layers", "dense", "")
     losses = []
-    for scale in (BASE, SCALES[2]):
+    for scale in (BASE, TWICE):
         found, made = outcomes_at(results, scale, quick=quick)
         losses.append(found.stat(six, "loss") if any(entry.setting == six for entry in made) else None)
     short, long = losses

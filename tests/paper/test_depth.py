@@ -10,16 +10,19 @@ import pytest
 from paper import contenders, depth, depth_page, spans
 from paper.__main__ import PAPER
 from paper.contenders import CONTENDERS, DENSE, LONG, RATES, SHORT, Contender
+from paper.grid import Progress
 from paper.search import ROWS, Search, runs
 from tests.tiny import hashes
 from tokendepth.cli.main import main
 from tokendepth.config import RunConfig, to_dict
+from tokendepth.errors import UserError
 from tokendepth.methods import METHODS, build, outline
 from tokendepth.report.summary import Stat
 from tokendepth.runs.results import read_rows
 
 MOD = next(one for one in CONTENDERS if one.name == "mod")
 EXIT = next(one for one in CONTENDERS if one.name == "early_exit")
+ROOT = Path(__file__).resolve().parents[2]
 SIX = 11e6
 
 
@@ -132,6 +135,15 @@ def test_exits_are_judged_where_they_cost_what_six_layers_do(tmp_path):
     assert (tried.loss, tried.flops) == (1.9, SIX * 1.02)
 
 
+def test_of_dense_models_a_rate_is_chosen_at_each_number_of_layers(tmp_path):
+    lines = depth_page.choices(read(tmp_path, dense_rows())).splitlines()[2:5]
+    assert [line.split(" | ")[1:4] for line in lines] == [
+        ["4 layers", "0.002", "2.0000"],
+        ["6 layers", "0.002", "1.8000"],
+        ["8 layers", "0.002", "1.7000"],
+    ]
+
+
 def test_dense_models_take_the_rate_of_the_nearest_number_of_layers(tmp_path):
     rows = dense_rows()
     for row in rows:  # eight layers want a lower rate than the others
@@ -139,7 +151,9 @@ def test_dense_models_take_the_rate_of_the_nearest_number_of_layers(tmp_path):
             row["evaluation"]["sparse"]["loss"] = 1.6
     found = read(tmp_path, rows)
     assert [found.rate_of_dense(layers) for layers in (3, 4, 6, 8, 12)] == [2e-3, 2e-3, 2e-3, 3e-4, 3e-4]
-    assert read(tmp_path, rows[1:]).rate_of_dense(6) is None, "not searched to the end"
+    unfinished = read(tmp_path, [row for row in rows if row["config"]["model"]["n_layer"] > 4])
+    assert unfinished.rate_of_dense(6) is None
+    assert depth_page.choices(unfinished).count("| 8 of 12 |") == 2
 
 
 # --- what is reported -------------------------------------------------------------------------------------------------
@@ -160,7 +174,8 @@ def searched(tmp_path) -> Path:
 
 def test_what_the_search_chose_is_what_is_trained(searched):
     found = {entry.setting.method: entry for entry in depth.entries(Search.read(searched)) if entry.rate != 2e-3}
-    assert found.keys() == {*(one.name for one in CONTENDERS[1:]), "random"}
+    names = [one.name for one in CONTENDERS[1:]]
+    assert found.keys() == {*names, *(method for name, (_, method, _) in depth.DICE.items() if name in names)}
     for one in CONTENDERS[1:]:
         assert found[one.name].config == one.config(next(iter(one.values)), 3e-4, LONG)
     mine, dice = found["budget"].config, found["random"].config
@@ -261,7 +276,7 @@ def test_dense_models_are_there_at_every_scale_and_doubling_is_told(searched):
         assert layers == [6, 4, 8]
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
     assert spans.gain_of_doubling(searched) is None, "not run"
-    six = spans.at_scale(search, spans.SCALES[2])[0]
+    six = spans.at_scale(search, spans.TWICE)[0]
     (searched / spans.ROWS).write_text(json.dumps([made_up(six.config, 2.376, SIX)]))
     assert spans.gain_of_doubling(searched) == pytest.approx(-0.01, abs=0.005)
     assert "with six layers by -1." in depth_page.grows(searched).replace("\n", " ")
@@ -284,6 +299,12 @@ def test_what_was_not_run_has_no_number(tmp_path):
     page = depth_page.document(tmp_path, {}).split("### What was chosen")[1].split("## How to read")[0]
     assert page.count("| not run |") == len(CONTENDERS) + 5
     assert "±" not in page
+
+
+def test_the_page_is_that_of_results(tmp_path):
+    depth_page.write(ROOT / "results", tmp_path / "page.md")
+    committed = (ROOT / "docs" / "WHERE_DEPTH_PAYS.md").read_text()
+    assert (tmp_path / "page.md").read_text() == committed, "stale: run make readme"
 
 
 def test_the_rule_stands_on_the_page():
@@ -312,6 +333,7 @@ def test_both_commands_in_miniature(few, tmp_path, capsys):
     main(["search", "--quick", "--out", str(tmp_path / "search"), "--results", str(rows)], PAPER)
     assert len(read_rows(rows / ROWS)) == 2 * sum(len(one.values) for one in few)
     assert {row["evaluation"]["split"] for row in read_rows(rows / ROWS)} == {"val"}
+    assert all(row["wall_seconds"] > 0 for row in read_rows(rows / ROWS))
     main(["depth", "--quick", "--out", str(tmp_path / "depth"), "--results", str(rows)], PAPER)
     found = read_rows(rows / depth.ROWS)
     assert {row["evaluation"]["split"] for row in found} == {"test"}
@@ -339,6 +361,19 @@ def test_without_its_search_a_contender_is_left_out(few, tmp_path, capsys):
     assert "3 left, the search of dense first" in told.out
     assert "python -m paper search" in told.err
     assert not (tmp_path / "results" / depth.ROWS).exists()
+
+
+def test_some_contenders_can_be_trained_before_others(searched, tmp_path, monkeypatch):
+    asked: dict[str, RunConfig] = {}
+    monkeypatch.setattr("paper.grid.fill", lambda configs, *_, **__: asked.update(configs) or Progress())
+    depth.depth(seeds=2, only=("mod", "random"), results=searched, show=False)
+    assert sorted({vars(config.method).get("routing", "mod") for config in asked.values()}) == ["mod", "random"]
+    assert len(asked) == 2 * 2 + 1, "two seeds each, and the runner-up"
+    asked.clear()
+    depth.depth(seeds=2, results=searched, show=False)
+    assert len(asked) == 2 * len(depth.entries(Search.read(searched))) + len(depth.order(searched))
+    with pytest.raises(UserError, match="did you mean 'mod'"):
+        depth.depth(only=("modd",), results=searched, show=False)
 
 
 @pytest.mark.parametrize("command", ["search", "depth", "spans", "times"])

@@ -21,7 +21,8 @@ from tokendepth.runs.shapes import is_number
 
 FIRST_TOKENS, FEWEST_WINDOWS, MOST_TOKENS = 2**15, 32, 2**19
 WANTED_ERROR = 0.003
-"""Of the share of active tokens, one standard error: so many windows are looked at as that takes, up to the most.
+"""Of a routed block's share of active tokens, one standard error: so many windows are looked at as that takes in the
+block whose windows differ most, up to the most.
 
 How many depends on the text. Windows of plays are much alike; those of an encyclopaedia, with its tables and foreign
 words, are not: 128 of 256 characters put the share anywhere from 0.39 to 0.43 where 0.40 is asked for.
@@ -61,7 +62,7 @@ def calibrate(
             return calibrate_on(model, ids, budget)
 
     try:
-        wanted = math.ceil(float(look_at(windows).var()) / WANTED_ERROR**2)
+        wanted = math.ceil(float(look_at(windows).var(-1).max()) / WANTED_ERROR**2)
         if wanted > windows and not roughly:
             look_at(min(wanted, max(FEWEST_WINDOWS, MOST_TOKENS // context)))
     finally:
@@ -86,7 +87,7 @@ def _windows(dataset: Dataset, count: int, context: int) -> Tensor:
 
 @torch.no_grad()
 def calibrate_on(model: LanguageModel, ids: Tensor, budget: float) -> Tensor:
-    """Set the thresholds so that `budget` of the tokens of `ids` is active; returns how much of each sequence was."""
+    """Set the thresholds so that `budget` of the tokens of `ids` is active; returns what `Method.calibrate` does."""
     entering = [model.entering(part, "hard") for part in ids.to(model.norm.weight.device).split(_at_once(ids))]
     _, ctx = entering[0]
     return model.method.calibrate([hidden for hidden, _ in entering], ctx, budget)

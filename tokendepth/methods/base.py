@@ -91,7 +91,7 @@ class Method(nn.Module):
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
         """Set the thresholds so that `share` of the tokens of `parts`, each `[batch, time, d]` and used up, is active.
 
-        Returns how much of every sequence was active, over the routed sites.
+        Returns how much of every sequence was active, `[sequence]`, or `[decision, sequence]` where there are several.
         """
         raise NotImplementedError
 

@@ -107,7 +107,7 @@ class Budget(Method):
             active.append(torch.cat([decision.active for decision in decisions]).float().mean(1))
             for n, decision in enumerate(decisions):
                 parts[n] = block.execute(parts[n], ctx, Rows(decision.active, decision))
-        return torch.stack(active).mean(0) if active else torch.ones(sum(map(len, parts)))
+        return torch.stack(active) if active else torch.ones(sum(map(len, parts)))
 
     # -- training
 
