@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tokendepth.config import BudgetConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.config import BudgetConfig, ModelConfig, RunConfig, SpanConfig, TrainConfig, TSAConfig
 from tokendepth.infer.compile import compiled
 from tokendepth.measure.calibrate import calibrate_on
 from tokendepth.methods import build
@@ -36,8 +36,9 @@ def fresh_compiler():
         (MODEL, BudgetConfig(), 3),
         pytest.param(MODERN, TSAConfig(), 3, marks=pytest.mark.slow),
         (MODERN, BudgetConfig(), 1),
+        pytest.param(MODERN, SpanConfig(), 3, marks=pytest.mark.slow),
     ],
-    ids=["classic tsa", "classic budget", "modern tsa", "modern budget"],
+    ids=["classic tsa", "classic budget", "modern tsa", "modern budget", "modern span"],
 )
 def test_skipping_is_one_graph_and_equals_hard(config, method, batch):
     model = build(RunConfig(model=config, method=method)).eval()

@@ -428,6 +428,21 @@ def test_training_that_packs_is_training_that_masks(shape, keys):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("knobs", [{"carry": "none"}, {"carry": "last"}, {"keys": "all"}], ids=str)
+@each_shape
+def test_where_all_tokens_take_the_span_training_is_that_of_the_dense_model(shape, knobs):
+    ids, found = tokens(), []
+    for method in (DenseConfig(), SpanConfig(decide="dice", budget=1.0, **knobs)):
+        model = build(RunConfig(model=shape, method=method)).train()
+        loss = F.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        found.append(dict(zip(dict(model.named_parameters()), gradients, strict=True)))
+    dense, routed = found
+    assert dense.keys() == routed.keys()
+    for name, gradient in dense.items():
+        torch.testing.assert_close(routed[name], gradient, rtol=1e-4, atol=1e-7)
+
+
 def test_training_flops_are_those_of_the_room():
     config = RunConfig(model=MODEL, method=SpanConfig(budget=0.25))
     dense = RunConfig(model=MODEL, method=DenseConfig())
