@@ -46,7 +46,7 @@ CONFINED = {  # third-party package -> the only files in tokendepth/ that may im
     "fastapi": r"serve/.+",
     "tyro": r"cli/.+",
     "tokenizers": r"data/bpe\.py",
-    "ray": r"train/cluster\.py",
+    "ray": r"training/cluster\.py",
 }
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 TORCH_PICKLES = {  # functions, and modules of which every function is suspect

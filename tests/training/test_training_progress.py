@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.test_progress import Heard
 from tests.tiny import tiny
 from tokendepth import progress as progress_module
-from tokendepth.cli import parse
+from tokendepth.cli.main import parse
 from tokendepth.config import BudgetConfig
 from tokendepth.errors import UserError
 from tokendepth.runs.run import Run
