@@ -12,7 +12,7 @@ from benchmarks.__main__ import BENCHMARKS
 from paper.__main__ import PAPER
 from tests.tiny import tiny, write_corpus
 from tokendepth.cli.arguments import Program
-from tokendepth.cli.main import TOKENDEPTH, main
+from tokendepth.cli.main import TOKENDEPTH, main, program
 from tokendepth.config import BudgetConfig
 from tokendepth.errors import Interrupted, UserError
 from tokendepth.runs.run import Run
@@ -79,8 +79,9 @@ def test_too_many_tokens(run, capsys):
 
 
 def test_a_program_of_one_command_reads_its_options(capsys):
+    alone = program("python -m benchmarks", "", (BENCHMARKS.commands["faults"],))
     with pytest.raises(SystemExit) as stop:
-        main(["--help"], BENCHMARKS)
+        main(["--help"], alone)
     assert not stop.value.code
     assert "python -m benchmarks faults [-h] [--only" in capsys.readouterr().out
     assert "--scale is 2" in refused(capsys, "faults", "--scale", "2", of=BENCHMARKS)

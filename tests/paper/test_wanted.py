@@ -31,7 +31,7 @@ def made_up(
         DenseConfig() if budget is None else BudgetConfig(budget=budget, dial=False, distill=0.0, **method),
         TrainConfig(seed=seed), recipe=f"enwik8.{kind}",
     )  # fmt: skip
-    figures = {"loss": loss, "active_fraction": active, "accuracy": 2 - loss}
+    figures = {"loss": loss, "active_fraction": active, "accuracy": min(1.0, max(0.0, 2 - loss))}
     figures["active_fraction_per_site"] = [1.0, *(blocks or [active] * (layers - 1))]
     evaluation = {
         "hard": figures, "sparse": figures, "tlops_skipped": 1 - active, "flops_per_token": flops, "curve": [],
@@ -90,7 +90,8 @@ def test_a_good_loss_at_too_much_work_is_missed(tmp_path):
 def test_a_curve_of_a_model_without_a_dial_is_not_taken_for_models_of_other_budgets(tmp_path):
     """Nor are two runs of one seed taken for one."""
     mine, other = made_up(1.0, 9.0, 0, budget=0.82, active=0.8), made_up(1.0, 9.0, 0, budget=0.4, active=0.4)
-    point = {"budget": 0.4, "sparse": {"loss": 9.0, "active_fraction": 0.4}, "flops_per_token": 5.0, "tlops_skipped": 0}
+    skipped = {"flops_per_token": 5.0, "tlops_skipped": 0, "flops_skipped": 0}
+    point = {"budget": 0.4, "sparse": {"loss": 9.0, "active_fraction": 0.4}, **skipped}
     mine["evaluation"]["curve"] = [point]
     found = runs(tmp_path, *DENSE, mine, other)
     assert found.budget(0.4)[0].number("hard", "loss") == 1.0

@@ -41,8 +41,11 @@ def timed(dense: list[float], sparse: list[float]) -> dict:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hard": {"loss": 1.4422 * 1.0089}}, "1.4550, too close to dense (1.4422) to tell apart"),
-        ({"hard": {"loss": 1.4422 * 1.0091}}, "1.4553, 0.9% above dense (1.4422)"),
+        (
+            {"hard": {"loss": 1.4422 * 1.0089, "active_fraction": 0.4}},
+            "1.4550, too close to dense (1.4422) to tell apart",
+        ),
+        ({"hard": {"loss": 1.4422 * 1.0091, "active_fraction": 0.4}}, "1.4553, 0.9% above dense (1.4422)"),
         ({"tlops_skipped": 0.0, "flops_skipped": -0.016}, "skips nothing and takes 1.6% more FLOPs than dense"),
         ({"time": None}, "and was not timed."),
         ({"time": timed([40.0, 39.0, 41.0], [50.0, 49.0, 51.0])}, "and is slower than dense (0.80x its speed)."),

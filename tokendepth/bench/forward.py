@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tokendepth import data
-from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig
+from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig, method_name
 from tokendepth.context import Rows
 from tokendepth.data import Dataset
 from tokendepth.data.dataset import Split
@@ -157,7 +157,7 @@ def measure_run(
                 facts = {"benchmark": "forward", "shape": run.name, "positions": "trained", "run": run.name}
                 facts |= {
                     "checkpoint": run.fingerprint,
-                    "method": run.evaluation["method"],
+                    "method": method_name(run.config.method),
                     **evaluated[row["asked"]][row["execution"]],
                 }
                 yield write_row(results, {**facts, **row, **environment(device)})

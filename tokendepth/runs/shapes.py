@@ -99,10 +99,10 @@ TIME = Object(
     other=[POSITIVE],
 )
 EVALUATION = Object(
-    needed={"version": COUNT, "method": TEXT, "hard": FIGURES},
+    needed={"hard": FIGURES},
     known={
-        **dict.fromkeys(("recipe", "corpus", "split"), TEXT),
-        **dict.fromkeys(("seed", "tokens", "parameters", "router_parameters", "decision_flips"), COUNT),
+        **dict.fromkeys(("method", "recipe", "corpus", "split"), TEXT),
+        **dict.fromkeys(("version", "seed", "tokens", "parameters", "router_parameters", "decision_flips"), COUNT),
         **dict.fromkeys(("routed", "has_soft"), FLAG),
         **dict.fromkeys(("soft", "sparse"), (None, FIGURES)),
         "controls": Object(other=FIGURES),
