@@ -35,6 +35,7 @@ LOOKS = {
     "act": Look("#103065", "X", "#b8ccec"),
     "itt": Look("#5a1b00", "v", "#fcc89f"),
     "switch": Look("#827525", "*", "#827525"),
+    "span": Look("#000514", "p", "#57f002"),
     "random": Look(INK, "x", INK),  # the control of routed methods; ink is light on a dark page
 }
 UNKNOWN = Look("#a4b7a7", "h", "#a4b7a7")
