@@ -157,6 +157,7 @@ def test_bars_leave_stdout_to_the_file_it_was_sent_to(terminal, capsys):
 def test_a_terminal_that_cannot_move_its_cursor_is_told_in_lines(monkeypatch):
     heard = Heard()
     monkeypatch.setattr(module, "EVERY_S", 0.01)
+    monkeypatch.setattr(module, "_next_line", 0.0)
     monkeypatch.setattr(module, "console", Console(file=heard, force_terminal=True, _environ={"TERM": "dumb"}))
     with Progress("task", 2):
         heard.wait_for("task: 0/2, ")

@@ -20,6 +20,7 @@ from tokendepth.errors import UserError
 from tokendepth.runs.run import Run
 from tokendepth.training import loop as module
 from tokendepth.training.loop import train
+from tokendepth.training.ranks import Ranks
 from tokendepth.training.step import OptimiserStep
 
 
@@ -145,5 +146,6 @@ def test_a_long_calibration_is_told(log, tmp_path, monkeypatch):
 
 def test_the_others_of_several_ranks_are_quiet(log, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("tokendepth.training.loop.Ranks.join", lambda device: Ranks())  # nobody else to wait for
     train(tiny(tmp_path), tmp_path / "run")
     assert log.getvalue() == ""
