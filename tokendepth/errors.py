@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 LONGEST_VALUE = 200
 LONGEST_LINE = 2000
-_LONG_VALUE = re.compile(rf"""(?<!\w)(['"])(?:(?!\1).){{{LONGEST_VALUE},}}\1(?!\w)|\S{{{LONGEST_VALUE},}}""")
+_LONG_VALUE = re.compile(rf"""(?<!\w)(['"])(?:(?!\1).){{{LONGEST_VALUE},}}\1(?!\w)|\S{{{LONGEST_VALUE},}}(?<![;:,.])""")
 """In quotation marks, or without a space."""
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tokendepth.config import DataConfig
 from tokendepth.data import corpora, load, vocab_size
-from tokendepth.errors import UserError
+from tokendepth.errors import UserError, one_line
 from tokendepth.runs import files
 
 # --- the standard library ---------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def refused(path, tokens="char"):
         load(DataConfig(corpus=f"text:{path}", tokens=tokens))
     said = str(error.value)
     assert "\n" not in said
-    assert repr(f"text:{path}") in said
+    assert one_line(repr(f"text:{path}")) in said
     return said
 
 

@@ -19,7 +19,7 @@ from tokendepth.data.build import bpe_stream, byte_stream, char_stream
 from tokendepth.data.fetch import PUBLISHED
 from tokendepth.data.source import Source
 from tokendepth.data.store import in_memory, load_tokens
-from tokendepth.errors import UserError
+from tokendepth.errors import UserError, one_line
 
 pytest.importorskip("tokenizers")
 
@@ -68,7 +68,7 @@ def test_everything_else_is_one_line_with_the_remedy(tokens, complaint):
     with pytest.raises(UserError) as error:
         DataConfig(tokens=tokens)
     said = str(error.value)
-    assert said.startswith(f"data.tokens is {tokens!r}")
+    assert said.startswith(one_line(f"data.tokens is {tokens!r}"))
     assert complaint in said
     assert "set it with --data.tokens" in said
     assert "\n" not in said
@@ -309,7 +309,7 @@ def refused(path):
         load(DataConfig(tokens=f"tokenizer:{path}"))
     said = str(error.value)
     assert "\n" not in said
-    assert said.startswith(f"data.tokens is {f'tokenizer:{path}'!r}: ")
+    assert said.startswith(one_line(f"data.tokens is {f'tokenizer:{path}'!r}") + ": ")
     assert len(said) < 400 + len(str(path))
     return said
 
