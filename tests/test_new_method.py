@@ -70,7 +70,16 @@ def tree(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("tree")
     for name in ("tokendepth", "paper", "benchmarks", "tests", "docs", "results"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("README.md", "Makefile", "pyproject.toml", "constraints.txt", "CONTRIBUTING.md", "LICENSE"):
+    for name in (
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "NOTICE",
+        "Makefile",
+        "pyproject.toml",
+        "constraints.txt",
+    ):
         shutil.copy(ROOT / name, root)
     for name in (".gitignore", ".gitattributes", ".ci"):
         source = ROOT / name

@@ -274,7 +274,11 @@ def test_curves_of_one_method_can_be_told_apart():
 
 def test_a_method_has_its_colour_of_the_palette():
     drawn = {points.label: points.colour for points in series(made_up(loss=2.6, flops=3.5e6))}
+    compared = {one.method for one in SHAKESPEARE.settings}
+    assert len(compared) > 8
     for method, name in NAMES.items():
+        if method not in compared:
+            continue  # of the other page, where depth pays
         known = [colour for label, colour in drawn.items() if label.startswith(name)]
         assert known
         assert set(known) == {look("dense" if method == "two_passes" else method).colour}, name
