@@ -24,10 +24,10 @@ demo: $(VENV)/.installed-demo
 	@$(BIN)/tokendepth demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest -n 2 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
@@ -36,7 +36,7 @@ lint: $(VENV)/.installed-dev
 
 # A benchmark of code that fails its tests says nothing, so the tests come first.
 bench: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup
 	@$(BIN)/python -m benchmarks timings $(ARGS)
 
 readme: $(VENV)/.installed-dev

@@ -482,7 +482,8 @@ def test_decisions_that_are_told_are_those_that_are_given(case, active):
         assert torch.equal(told.logits, given.logits)
 
 
-@each_case_slowly
+@pytest.mark.slow
+@each_case
 @torch.no_grad()
 def test_given_decisions_leave_no_router_out(case):
     """A compiler drops what nobody uses; what is timed with decisions given would then not be what is served."""

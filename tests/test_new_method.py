@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 
 CONFIG = '''
@@ -110,7 +112,6 @@ def test_the_contract_suite_runs_over_it(tree):
     assert int(passed[1]) > 100, "on both kinds of block"
 
 
-@pytest.mark.slow
 def test_nothing_else_turns_red(tree):
     done = run(tree, *(f"tests/{name}" for name in WHO_ASKS_FOR_ALL_METHODS))
     assert done.returncode == 0, done.stdout[-3000:]

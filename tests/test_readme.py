@@ -90,7 +90,7 @@ def test_a_command_is_understood(line):
     assert callable(parse(shlex.split(line.removeprefix(start)), programs[start]))
 
 
-@pytest.mark.parametrize("page", [README, USE], ids=["README", "USE"])
+@pytest.mark.parametrize("page", [README, pytest.param(USE, marks=pytest.mark.slow)], ids=["README", "USE"])
 def test_the_commands_work_one_after_the_other(page, here, capsys):
     """As a newcomer types them, with a smaller model; bench is a measurement, not a test."""
     ran = []

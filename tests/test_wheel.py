@@ -12,7 +12,7 @@ import pytest
 
 from tests.tiny import TEXT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 ROOT = Path(__file__).parents[1]
 SMALL = [
     *("--data.corpus=text:text", "--model.d-model=16", "--model.n-layer=2", "--model.n-head=2", "--model.d-ff=16"),

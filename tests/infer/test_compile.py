@@ -35,7 +35,7 @@ def fresh_compiler():
         (MODEL, TSAConfig(), 1),
         (MODEL, BudgetConfig(), 3),
         pytest.param(MODERN, TSAConfig(), 3, marks=pytest.mark.slow),
-        (MODERN, BudgetConfig(), 1),
+        pytest.param(MODERN, BudgetConfig(), 1, marks=pytest.mark.slow),
         pytest.param(MODERN, SpanConfig(), 3, marks=pytest.mark.slow),
     ],
     ids=["classic tsa", "classic budget", "modern tsa", "modern budget", "modern span"],

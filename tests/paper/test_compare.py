@@ -30,7 +30,7 @@ from tokendepth.report.palette import look
 from tokendepth.report.summary import Stat
 from tokendepth.runs.results import read_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compare")]
 
 ROOT = Path(__file__).parents[2]
 SHAKESPEARE = COMPARISONS["shakespeare"]

@@ -25,6 +25,7 @@ from tokendepth.training.cluster import RayJob, RayPool
 from tokendepth.training.sweep import train_and_evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.xdist_group("cluster")
 needs_ray = pytest.mark.skipif(not find_spec("ray"), reason="needs ray: pip install 'tokendepth[cluster]'")
 
 SERVER = """

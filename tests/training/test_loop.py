@@ -594,6 +594,7 @@ def test_two_ranks_train_as_one_does_on_the_same_global_batch(tmp_path):
     assert train_module.Ranks().world == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "says"),
     [(["--data.corpus", "text:nowhere.txt"], "nowhere.txt"), (["--train.batch-size", "5"], "train.batch_size is 5")],

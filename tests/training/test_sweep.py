@@ -94,6 +94,7 @@ def grid(folder: Path) -> dict[str, RunConfig]:
     }
 
 
+@pytest.mark.slow
 def test_nothing_is_done_twice_and_a_failure_stops_nothing(tmp_path):
     configs, out = grid(tmp_path), tmp_path / "sweep"
     heard: list[str] = []
