@@ -261,6 +261,8 @@ OUT_OF_RANGE = [
     ("train", "lr", -math.inf),
     ("train", "lr", 10**400),
     ("train", "weight_decay", math.inf),
+    ("train", "warmup", -1),
+    ("train", "warmup", 5000),
     ("train", "clip", 0.0),
     ("train", "clip", math.nan),
     ("train", "clip", math.inf),

@@ -56,7 +56,7 @@ from tokendepth.runs.run import Run
 from tokendepth.trace import EXECUTIONS
 from tokendepth.training.loop import resolve
 from tokendepth.training.ranks import Ranks
-from tokendepth.training.step import OptimiserStep, cosine
+from tokendepth.training.step import OptimiserStep, learning_rate
 
 TIME = 16
 VOCABULARY = 11
@@ -853,7 +853,7 @@ def test_it_learns_far_more_than_the_frequencies_of_tokens(case, tmp_path):
     step = OptimiserStep(model, config.train, torch.device("cpu"), Ranks())
     for number in range(config.train.steps):
         batch = dataset.train_batch(seed=0, step=number, batch_size=8, context=config.model.context)
-        step(*batch, step=number, lr=cosine(number, config.train.steps, config.train.lr))
+        step(*batch, step=number, lr=learning_rate(number, config.train))
     calibrate(model, dataset)
     stream = list(batches(dataset, "val", config.model.context, torch.device("cpu")))
     targets = torch.cat([targets.flatten() for _, targets in stream])

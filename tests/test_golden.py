@@ -12,7 +12,7 @@ from tokendepth.config import DataConfig, DenseConfig, ModelConfig, RunConfig, T
 from tokendepth.methods import build
 from tokendepth.training.loop import resolve
 from tokendepth.training.ranks import Ranks
-from tokendepth.training.step import OptimiserStep, cosine
+from tokendepth.training.step import OptimiserStep, learning_rate
 
 GOLDEN = {
     "dense": (DenseConfig(), [3.47401, 3.446975, 3.393824, 3.398265, 3.406215]),
@@ -33,6 +33,6 @@ def test_five_steps_on_copy(name):
     losses = []
     for number in range(5):
         batch = dataset.train_batch(seed=0, step=number, batch_size=16, context=24)
-        stats = step(*batch, step=number, lr=cosine(number, 5, 0.01))
+        stats = step(*batch, step=number, lr=learning_rate(number, config.train))
         losses.append(stats.task + stats.depth)
     assert losses == pytest.approx(expected, rel=1e-4)

@@ -25,7 +25,7 @@ from tokendepth.methods import build
 from tokendepth.recipes import RECIPES, recipe, summary
 from tokendepth.training.loop import resolve
 from tokendepth.training.ranks import Ranks
-from tokendepth.training.step import OptimiserStep, cosine
+from tokendepth.training.step import OptimiserStep, learning_rate
 
 SMALL = {"model.n_layer": "2", "model.d_model": "32", "model.d_ff": "64", "model.n_head": "4", "train.batch_size": "4"}
 ON_EVERY_MACHINE = ("stdlib", "copy", "sort")
@@ -66,7 +66,7 @@ def test_two_steps(name):
         seed=config.train.seed, step=0, batch_size=config.train.batch_size, context=config.model.context
     )
     first, second = (
-        take_step(inputs, targets, step=step, lr=cosine(step, config.train.steps, config.train.lr)) for step in range(2)
+        take_step(inputs, targets, step=step, lr=learning_rate(step, config.train)) for step in range(2)
     )
     assert first.task == pytest.approx(math.log(config.model.vocab_size), abs=0.2), "untrained: every token alike"
     assert second.task < first.task

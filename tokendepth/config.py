@@ -226,6 +226,8 @@ class TrainConfig:
     method takes a statistic over each micro-batch (budget, span and others do): the training log says so."""
     lr: float = 3e-4
     """Peak learning rate; falls to a tenth of it along a cosine."""
+    warmup: int = 0
+    """Steps over which the learning rate rises to its peak; deep models bear a higher one with it."""
     weight_decay: float = 0.1
     """AdamW's decay."""
     decay: Literal["matrices", "all"] = "matrices"
@@ -255,6 +257,8 @@ class TrainConfig:
             check_range(f"train.{name}", getattr(self, name), 1, 10**9)
         check_range("train.seed", self.seed, 0, LARGEST_SEED)
         check_range("train.lr", self.lr, 0, 10)
+        expected = f"a number from 0 to below train.steps ({self.steps})"
+        check(0 <= self.warmup < self.steps, "train.warmup", self.warmup, expected)
         check_range("train.weight_decay", self.weight_decay, 0, 10)
         check(self.clip > 0 and math.isfinite(self.clip), "train.clip", self.clip, "a finite number above 0")
         expected = f"a multiple of train.accumulate ({self.accumulate})"

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.tiny import one_line, tiny
-from tokendepth.config import DenseConfig, RunConfig, TSAConfig
+from tokendepth.config import DenseConfig, RunConfig, TrainConfig, TSAConfig
 from tokendepth.errors import UserError
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel
 from tokendepth.training.ranks import Ranks
-from tokendepth.training.step import OptimiserStep, cosine
+from tokendepth.training.step import OptimiserStep, learning_rate
 
 VOCABULARY = 23
 DEPTH_PENALTY = 0.1
@@ -150,12 +150,20 @@ def test_flattening_changes_no_weight():
 
 
 def test_the_cosine_runs_from_the_peak_to_a_tenth():
-    assert cosine(0, 100, 3e-4) == 3e-4
-    assert cosine(50, 100, 3e-4) == pytest.approx(3e-4 * 0.55, rel=1e-12)
-    assert cosine(100, 100, 3e-4) == pytest.approx(3e-5, rel=1e-12)
-    rates = [cosine(step, 100, 3e-4) for step in range(101)]
+    train = TrainConfig(steps=100, lr=3e-4)
+    assert learning_rate(0, train) == 3e-4
+    assert learning_rate(50, train) == pytest.approx(3e-4 * 0.55, rel=1e-12)
+    assert learning_rate(100, train) == pytest.approx(3e-5, rel=1e-12)
+    rates = [learning_rate(step, train) for step in range(101)]
     assert rates == sorted(rates, reverse=True)
     assert len(set(rates)) == 101
+
+
+def test_a_warm_up_rises_in_equal_steps_to_the_peak_and_the_cosine_takes_the_rest():
+    train = TrainConfig(steps=104, lr=1.0, warmup=4)
+    rates = [learning_rate(step, train) for step in range(105)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0], rel=1e-12)
+    assert rates[4:] == [learning_rate(step, TrainConfig(steps=100, lr=1.0)) for step in range(101)]
 
 
 def test_the_learning_rate_given_is_the_one_applied():
@@ -251,7 +259,7 @@ def test_steps_equal_those_of_torchs_adamw_on_the_papers_groups(method):
     ]
     adam = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     for number in range(3):
-        lr = cosine(number, 3, 1e-2)
+        lr = learning_rate(number, TrainConfig(steps=3, lr=1e-2))
         for group in adam.param_groups:
             group["lr"] = lr
         adam.zero_grad()

@@ -33,7 +33,7 @@ from tokendepth.trace import DepthTotals
 from tokendepth.training.progress import TrainingProgress, console
 from tokendepth.training.ranks import Ranks
 from tokendepth.training.signals import StopSignals
-from tokendepth.training.step import NotFinite, OptimiserStep, Stats, cosine, fitting
+from tokendepth.training.step import NotFinite, OptimiserStep, Stats, fitting, learning_rate
 from tokendepth.training.threads import keep_threads
 
 VALIDATION_TOKENS = 2**18
@@ -227,7 +227,7 @@ class _Training:
         inputs, targets = self.next_batch or self._batch(step)
         self.optimiser_step.begin(inputs, targets, step=step)
         self.next_batch = self._batch(step + 1)  # while a GPU is busy
-        lr = cosine(step, config.steps, config.lr)
+        lr = learning_rate(step, config)
         try:
             stats = self.optimiser_step.finish(lr=lr)
         except NotFinite as error:

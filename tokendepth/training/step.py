@@ -223,6 +223,9 @@ def fitting(tensors: dict[str, np.ndarray], name: str, like: Tensor) -> Tensor:
     return torch.from_numpy(tensors[name].copy()).to(like.device)
 
 
-def cosine(step: int, steps: int, peak: float) -> float:
-    """The learning rate of step number `step` (from 0): a cosine from `peak` to a tenth of it, no warm-up."""
-    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Of step number `step` (from 0): a line up to the peak, then a cosine from it to a tenth of it."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / (config.warmup + 1)
+    turned = math.pi * (step - config.warmup) / (config.steps - config.warmup)
+    return config.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(turned)))
