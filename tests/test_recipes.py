@@ -65,9 +65,7 @@ def test_two_steps(name):
     inputs, targets = dataset.train_batch(
         seed=config.train.seed, step=0, batch_size=config.train.batch_size, context=config.model.context
     )
-    first, second = (
-        take_step(inputs, targets, step=step, lr=learning_rate(step, config.train)) for step in range(2)
-    )
+    first, second = (take_step(inputs, targets, step=step, lr=learning_rate(step, config.train)) for step in range(2))
     assert first.task == pytest.approx(math.log(config.model.vocab_size), abs=0.2), "untrained: every token alike"
     assert second.task < first.task
     for stats in (first, second):
