@@ -283,14 +283,17 @@ def test_a_pass_is_one_graph_only_where_nobody_asks_the_host(method, heads, dtyp
         {"attention_bias": "qkv"},
         {"qk_norm": True},
         {"ffn": "swiglu"},
+        {"ffn": "geglu"},
         {"ffn_bias": False},
     ],
     ids=str,
 )
-def test_the_kernels_know_the_classic_block_alone(other):
-    """Any other is skipped by the library, which asks the host how many tokens are active."""
+def test_kernels_take_every_kind_of_block(other):
+    """So that a sparse pass asks nothing of the host."""
     shape = ModelConfig(d_model=64, n_layer=2, n_head=4, d_ff=64, context=8, vocab_size=7, **other)
-    assert not build(RunConfig(model=shape, method=TSAConfig())).bfloat16().can_be_captured
+    assert build(RunConfig(model=shape, method=TSAConfig())).bfloat16().can_be_captured
+    odd = replace(shape, d_ff=96)
+    assert not build(RunConfig(model=odd, method=TSAConfig())).bfloat16().can_be_captured, "no whole tiles"
 
 
 # --- other layers -----------------------------------------------------------------------------------------------------

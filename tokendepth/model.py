@@ -18,7 +18,7 @@ from tokendepth.config import ModelConfig
 from tokendepth.context import Context, Rows, forced
 from tokendepth.errors import UserError
 from tokendepth.layers.attention import Attention, Keys
-from tokendepth.layers.ffn import FeedForward, make_ffn
+from tokendepth.layers.ffn import make_ffn
 from tokendepth.layers.head import head_flops
 from tokendepth.layers.norm import make_norm, norm_weights, without_scale
 from tokendepth.layers.positions import make_positions
@@ -130,24 +130,25 @@ class Block(nn.Module):
 
     def launch_bound(self, h: Tensor) -> bool:
         """Whether kernels take everybody's block faster than the library does."""
-        return launch_bound(h, self.kernel_weights(), self.attention.n_head)
+        return launch_bound(h, self.kernel_weights())
 
     def skips_by_kernel(self, h: Tensor) -> bool:
         """Whether active rows are found on the device, by kernels, and not by the library once gathered."""
-        return runs_kernel(h, self.kernel_weights(), self.attention.n_head)
+        return runs_kernel(h, self.kernel_weights())
 
     def parts(self) -> BlockParts:
         return BlockParts(self.attention.queries, self.attention.out, self.norm_ffn, self.ffn, self.kernel_weights())
 
     def kernel_weights(self) -> BlockWeights | None:
-        """For the kernels, which know the classic block; None: another one."""
-        norm, query, ffn = norm_weights(self.norm_ffn), self.attention.plain_query(), self.ffn
-        if query is None or norm.shift is None or self.rotary or not isinstance(ffn, FeedForward):
-            return None
-        if ffn.up.bias is None or ffn.down.bias is None:
-            return None
-        feed_forward = (ffn.up.weight, ffn.up.bias, ffn.down.weight, ffn.down.bias)
-        return BlockWeights(query, self.attention.out.weight, norm.scale, norm.shift, norm.eps, *feed_forward)
+        """For the kernels; None: they do not serve this block."""
+        attention, norm = self.attention, norm_weights(self.norm_ffn)
+        query, query_bias = attention.query_weights()
+        up, down, activation = self.ffn.kernel_weights()
+        by_head = (None, 0.0) if attention.norm_q is None else (attention.norm_q.weight, attention.norm_q.eps)
+        return BlockWeights(
+            attention.n_head, query, attention.out.weight, *norm, up.weight, up.bias, down.weight, down.bias,
+            activation, query_bias, *by_head, attention.out.bias, self.rotary,
+        )  # fmt: skip
 
     def site(self, name: str, keys: int, *, routed: bool, router: float = 0.0) -> Site:
         """What one token costs here when it attends over `keys` keys."""
@@ -261,7 +262,7 @@ class LanguageModel(nn.Module):
         if not any(site.routed for site in self.method.sites(keys=1)):
             return True
         blocks = (module for module in self.method.modules() if isinstance(module, Block))
-        fits = all(has_kernel(block.kernel_weights(), block.attention.n_head) for block in blocks)
+        fits = all(has_kernel(block.kernel_weights()) for block in blocks)
         return fits and self.method.skips_on_device and self.norm.weight.dtype in LOW_PRECISION
 
     @property

@@ -22,6 +22,7 @@ from tokendepth.ops.sparse_block import (
     BlockWeights,
     has_kernel,
     launch_bound,
+    one_tile,
     sparse_block,
 )
 
@@ -39,24 +40,19 @@ SIZES = {
     "blocks of rows": (2, 150, 32, 2, 32, 170),
     "long": (1, 300, 32, 2, 32, 300),
 }
-# The same with fewer heads of keys and values, each of 8 numbers: more than d together.
+# The same with fewer heads of keys and values, each of 16 numbers: more than d together.
 MODERN = {
     "modern": (2, 19, 24, 4, 40, 19, 2),
     "modern, a cache": (3, 7, 24, 4, 40, 21, 1),
     "modern, alone": (1, 11, 24, 4, 40, 14, 2),
 }
+BIASED = {"modern, biased": (2, 19, 24, 4, 40, 19, 2), "modern, biased, blocks of rows": (1, 150, 24, 2, 72, 170, 1)}
+"""And with biases everywhere, a norm of the queries, and GeGLU."""
+MODERN |= BIASED
 ON_A_GPU = {"the paper's": (8, 256, 256, 8, 1024, 256), "GPT-2's": (4, 512, 768, 12, 3072, 512)}
-MEASURED = {**SIZES, **(ON_A_GPU if torch.cuda.is_available() else {})}
+ON_A_GPU["SmolLM2's"] = (4, 512, 576, 9, 1536, 512, 3)
+MEASURED = {**SIZES, **MODERN, **(ON_A_GPU if torch.cuda.is_available() else {})}
 SHARES = {"none": 0.0, "one": None, "some": 0.4, "all": 1.0}
-
-
-class ModernWeights(NamedTuple):
-    query: Tensor
-    out: Tensor
-    norm: Tensor
-    ffn_gate: Tensor
-    up: Tensor
-    down: Tensor
 
 
 class Given(NamedTuple):
@@ -67,8 +63,7 @@ class Given(NamedTuple):
     kv: Tensor
     """`[batch, keys + 1, 2, kv head, width]`: a cache, of which the last column is not read."""
     active: Tensor | None
-    weights: BlockWeights | ModernWeights
-    heads: int
+    weights: BlockWeights
     gate: Tensor | None
     key_valid: Tensor | None
     columns: Tensor | None
@@ -76,9 +71,8 @@ class Given(NamedTuple):
     rotation: tuple[Tensor, Tensor] | None
 
     def __call__(self, backend: str = "auto") -> Tensor:
-        make = classic if isinstance(self.weights, BlockWeights) else modern
-        parts = make(self.weights, self.heads)
-        return sparse_block(self.h, self.x, *self.keys_and_values(), self.active, parts, *self[6:], backend=backend)
+        given = self.h, self.x, *self.keys_and_values(), self.active, parts_of(self.weights)
+        return sparse_block(*given, *self[5:], backend=backend)
 
     def keys_and_values(self) -> list[Tensor]:
         return [part.transpose(1, 2) for part in self.kv.narrow(1, 0, self.kv.shape[1] - 1).unbind(2)]
@@ -96,26 +90,26 @@ class Given(NamedTuple):
         return moved._replace(gate=self.gate.to(device, exact, copy=True))
 
 
-def classic(w: BlockWeights, heads: int) -> BlockParts:
-    """LayerNorm, GELU, and as many heads of keys and values as of queries."""
-    return BlockParts(
-        lambda x, _: F.linear(x, w.query).unflatten(-1, (heads, -1)),
-        lambda attended: F.linear(attended, w.out),
-        lambda h: F.layer_norm(h, h.shape[-1:], w.norm, w.norm_bias, w.eps),
-        lambda x: F.linear(F.gelu(F.linear(x, w.up, w.up_bias)), w.down, w.down_bias),
-        w,
-    )
+def parts_of(w: BlockWeights) -> BlockParts:
+    def query(x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        q = F.linear(x, w.query, w.query_bias).unflatten(-1, (w.heads, -1))
+        return rotated(q if w.query_norm is None else F.rms_norm(q, q.shape[-1:], w.query_norm, w.query_eps), rotation)
 
+    def norm(h: Tensor) -> Tensor:
+        if w.norm_bias is None:
+            return F.rms_norm(h, h.shape[-1:], w.norm, w.eps)
+        return F.layer_norm(h, h.shape[-1:], w.norm, w.norm_bias, w.eps)
 
-def modern(w: ModernWeights, heads: int) -> BlockParts:
-    """RMSNorm, SwiGLU, grouped heads, and queries that are rotated."""
-    return BlockParts(
-        lambda x, rotation: rotated(F.linear(x, w.query).unflatten(-1, (heads, -1)), rotation),
-        lambda attended: F.linear(attended, w.out),
-        lambda h: F.rms_norm(h, h.shape[-1:], w.norm, 1e-3),
-        lambda x: F.linear(F.silu(F.linear(x, w.ffn_gate)) * F.linear(x, w.up), w.down),
-        None,
-    )
+    def ffn(x: Tensor) -> Tensor:
+        hidden = F.linear(x, w.up, w.up_bias)
+        if w.activation == "gelu":
+            hidden = F.gelu(hidden)
+        else:
+            gate, up = hidden.chunk(2, -1)
+            hidden = (F.silu(gate) if w.activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
+        return F.linear(hidden, w.down, w.down_bias)
+
+    return BlockParts(query, lambda attended: F.linear(attended, w.out, w.out_bias), norm, ffn, w)
 
 
 def operands(
@@ -135,7 +129,8 @@ def operands(
     """
     batch, time, d, heads, ff, keys = size[:6]
     is_modern = len(size) == 7
-    width, kv_heads = (8, size[6]) if is_modern else (d // heads, heads)
+    is_biased = size in BIASED.values()
+    width, kv_heads = (d // heads if size in ON_A_GPU.values() else 16, size[6]) if is_modern else (d // heads, heads)
     q_out = heads * width
     dice = torch.Generator().manual_seed(0)
 
@@ -145,13 +140,17 @@ def operands(
     def matrix(out: int, into: int) -> Tensor:
         return random(out, into) / into**0.5
 
-    if is_modern:
-        weights = ModernWeights(
-            matrix(q_out, d), matrix(d, q_out), random(d), matrix(ff, d), matrix(ff, d), matrix(d, ff)
-        )
+    query, out, norm, eps = matrix(q_out, d), matrix(d, q_out), random(d), 0.1  # an eps that shows
+    if not is_modern:
+        ffn = matrix(ff, d), random(ff), matrix(d, ff), random(d)
+        weights = BlockWeights(heads, query, out, norm, random(d), eps, *ffn)
+    elif not is_biased:
+        ffn = matrix(2 * ff, d), None, matrix(d, ff), None
+        weights = BlockWeights(heads, query, out, norm, None, eps, *ffn, "swiglu", rotary=True)
     else:
-        norm = random(d), random(d), 0.1  # an eps that shows
-        weights = BlockWeights(matrix(d, d), matrix(d, d), *norm, matrix(ff, d), random(ff), matrix(d, ff), random(d))
+        ffn = matrix(2 * ff, d), random(2 * ff), matrix(d, ff), random(d)
+        more = random(q_out), random(width), 0.2, random(d)
+        weights = BlockWeights(heads, query, out, norm, None, eps, *ffn, "geglu", *more, rotary=True)
     kv = random(batch, keys + 1, 2, kv_heads, width)
     kv[:, -1] = torch.nan
     active = torch.rand(batch, time, generator=dice) < (share or 0.0)
@@ -174,7 +173,6 @@ def operands(
         kv,
         None if everybody else active,
         weights,
-        heads,
         gates if gate else None,
         key_valid,
         places if columns else None,
@@ -266,12 +264,17 @@ def test_on_a_cpu_auto_is_eager_and_an_unknown_backend_is_refused():
 
 
 def test_who_has_a_kernel():
-    weights = operands((1, 2, 64, 8, 64, 2)).weights
-    assert has_kernel(weights, heads=4)
-    assert not has_kernel(weights, heads=8), "heads too narrow for tensor cores"
-    assert not has_kernel(None, heads=4)
+    weights = operands((1, 2, 64, 4, 64, 2)).weights
+    assert has_kernel(weights)
+    assert not has_kernel(weights._replace(heads=8)), "heads too narrow for tensor cores"
+    assert not has_kernel(None)
     for d, ff in ((96, 64), (64, 96)):
-        assert not has_kernel(operands((1, 2, d, 2, ff, 2)).weights, heads=2)
+        assert not has_kernel(operands((1, 2, d, 2, ff, 2)).weights)
+    modern = operands((1, 2, 64, 4, 64, 2, 2)).weights
+    assert has_kernel(modern)
+    assert one_tile(torch.zeros(1, 2, 64), weights)
+    for changed in ({"rotary": True}, {"norm_bias": None}, {"activation": "swiglu"}, {"query": torch.zeros(128, 64)}):
+        assert not one_tile(torch.zeros(1, 2, 64), weights._replace(**changed)), "the general kernels take it"
 
 
 def test_the_kernel_refuses_what_it_does_not_know():
@@ -279,10 +282,10 @@ def test_the_kernel_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match="at least 16 numbers, not 8"):
         operands((1, 2, 64, 8, 64, 2))("kernel")
     given = operands(SIZES["one tile"])
-    parts = classic(given.weights, 2)._replace(weights=None)
-    with pytest.raises(ValueError, match="LayerNorm, GELU"):
+    parts = parts_of(given.weights)._replace(weights=None)
+    with pytest.raises(ValueError, match="whose weights are known"):
         sparse_block(given.h, given.x, *torch.zeros(2, 2, 2, 19, 16), None, parts, backend="kernel")
-    with pytest.raises(ValueError, match="LayerNorm, GELU"):
+    with pytest.raises(ValueError, match="whose weights are known"):
         given._replace(rotation=(torch.ones(1, 19, 8), torch.zeros(1, 19, 8)))("kernel")
 
 
@@ -295,7 +298,7 @@ def test_auto_is_the_kernel_for_what_it_knows_and_lists_only_what_programs_do_no
         def run(*fields: Any) -> None:
             given = Given(*fields)
             given()
-            bound.append(launch_bound(given.h, given.weights, given.heads))
+            bound.append(launch_bound(given.h, given.weights))
 
         return kernels_on_a_gpu(run, *operands(size, **kind).to(dtype)), bound[0]
 
@@ -306,6 +309,7 @@ def test_auto_is_the_kernel_for_what_it_knows_and_lists_only_what_programs_do_no
     assert launched(long) == launched(long, everybody=True) == (["list_active", "sparse_block"], False)
     assert launched(many) == (["list_active", "sparse_block"], False)
     assert launched(long, listed=True) == (["sparse_block"], False)
+    assert launched((2, 5, 64, 4, 64, 5, 2)) == (["list_active", "sparse_block"], False), "modern"
     assert launched((2, 5, 192, 2, 64, 5)) == (["list_active", "sparse_block"], False)
     assert launched((2, 5, 96, 2, 64, 5)) == launched(short, torch.float32) == ([], False)
     with torch.enable_grad():
@@ -367,10 +371,10 @@ def _measure() -> None:
                 "inputs_same": changed(arguments, before) <= {"h"},
             }
         _views(operands(SIZES["one tile"], 0.4, gate=True, valid=True, columns=True).to(*to))
-    for name, kind in (("one tile", {}), ("several", {"listed": True})):
-        given = operands(SIZES[name], 0.4, gate=True, valid=True, columns=True, **kind).to(*to)
+    for name, kind in (("one tile", {}), ("several", {"listed": True}), ("modern, biased", {"listed": True})):
+        given = operands({**SIZES, **MODERN}[name], 0.4, gate=True, valid=True, columns=True, **kind).to(*to)
         listed = given.listed or (None, None)
-        rest = given.gate, given.key_valid, given.columns
+        rest = given.gate, given.key_valid, given.columns, *(given.rotation or (None, None))
         arguments = (given.h, given.x, *given.keys_and_values(), given.active, *listed, *given.weights, *rest)
         torch.library.opcheck(_sparse_block, arguments, test_utils=("test_schema", "test_faketensor"))
     print(json.dumps(found))

@@ -66,12 +66,6 @@ class Attention(nn.Module):
         bias = self.qkv.bias
         return self.qkv.weight[self.q_out :], None if bias is None else bias[self.q_out :]
 
-    def plain_query(self) -> Tensor | None:
-        """The weight of the queries, where they are that product alone and every head has keys of its own."""
-        grouped = self.kv_heads != self.n_head or self.q_out != self.qkv.in_features
-        biased = self.qkv.bias is not None or self.out.bias is not None
-        return None if grouped or biased or self.norm_q is not None else self.query_weights()[0]
-
     def queries(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """`[..., d] -> [..., head, width]`"""
         return self._query(F.linear(x, *self.query_weights()), rotation)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.config import ModelConfig
+from tokendepth.ops.sparse_block import Activation
 
 
 def initialise_residual(projection: nn.Linear, n_layer: int) -> None:
@@ -22,6 +23,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
+
+    def kernel_weights(self) -> tuple[nn.Linear, nn.Linear, Activation]:
+        return self.up, self.down, "gelu"
 
     @property
     def flops(self) -> int:
@@ -41,6 +45,9 @@ class GatedFeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down((F.gelu(gate, approximate="tanh") if self.by_gelu else F.silu(gate)) * up)
+
+    def kernel_weights(self) -> tuple[nn.Linear, nn.Linear, Activation]:
+        return self.gate_up, self.down, "geglu" if self.by_gelu else "swiglu"
 
     @property
     def flops(self) -> int:

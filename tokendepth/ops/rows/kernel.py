@@ -17,6 +17,7 @@ from tokendepth.ops.launch import check_kernel
 from tokendepth.ops.launch.kernel import after_previous, let_next_begin, overlapped
 
 NARROW = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+ACTIVATIONS = (None, "gelu", "swiglu", "geglu")
 GROUP = 8  # row blocks that share their tiles of the weights in the second-level cache
 
 
@@ -34,14 +35,28 @@ def _gelu(x):
 
 
 @triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _gelu_tanh(x):
+    """GELU's tanh form: x sigmoid(2 z)."""
+    z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp(-2.0 * z))
+
+
+@triton.jit
 def _linear(
     x, w, bias, residual, gate, out, index, count,
-    K: tl.constexpr, OUT: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
+    K: tl.constexpr, OUT: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr, GATE: tl.constexpr, SCATTER: tl.constexpr, BULK: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Row r of the active ones: residual + gate * f(x w^T + bias).
 
+    ACTIVATION: f, by its place in `ACTIVATIONS`. From SWIGLU on it is gated: w has OUT rows for what f is taken of and
+    OUT more for what that is multiplied by.
     GATHER: x is by place, else by row. RESIDUAL: 1 by row, 2 by place. SCATTER: out is by place, else by row.
     BULK: x and w are descriptors, whose tiles the copy engine brings.
     """
@@ -61,21 +76,37 @@ def _linear(
         place = tl.load(index + row, mask=there, other=0).to(tl.int64)
         row = row.to(tl.int64)
         source = place if GATHER else row
+        GATED: tl.constexpr = ACTIVATION >= 2
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if GATED:
+            factor = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, K, BLOCK_K):
             if BULK:
                 x_tile = x.load([first_row, start])
                 w_tile = w.load([first_column, start])
+                if GATED:
+                    up_tile = w.load([OUT + first_column, start])
             else:
                 k = start + tl.arange(0, BLOCK_K)
                 known = (k < K)[None, :]
                 x_tile = tl.load(x + source[:, None] * K + k[None, :], mask=there[:, None] & known, other=0.0)
-                w_tile = tl.load(w + column[:, None] * K + k[None, :], mask=wanted[:, None] & known, other=0.0)
+                w_at = column[:, None] * K + k[None, :]
+                w_tile = tl.load(w + w_at, mask=wanted[:, None] & known, other=0.0)
+                if GATED:
+                    up_tile = tl.load(w + OUT * K + w_at, mask=wanted[:, None] & known, other=0.0)
             acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
+            if GATED:
+                factor = tl.dot(x_tile, tl.trans(up_tile), factor, input_precision="ieee")
         if BIAS:
             acc += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[None, :]
-        if GELU:
+            if GATED:
+                factor += tl.load(bias + OUT + column, mask=wanted, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION == 1:
             acc = _gelu(acc)
+        elif ACTIVATION == 2:
+            acc = _silu(acc) * factor
+        elif ACTIVATION == 3:
+            acc = _gelu_tanh(acc) * factor
         if GATE:
             acc *= tl.load(gate + place, mask=there, other=0.0).to(tl.float32)[:, None]
         inside = there[:, None] & wanted[None, :]
@@ -92,9 +123,9 @@ def _has_copy_engine(x: Tensor) -> bool:
 
 
 def launch_linear(x, w, out, index, count, config, *, bias=None, residual=None, by_place=False, gate=None, gather=False,
-                  gelu=False, scatter=False) -> None:  # fmt: skip
+                  activation=None, scatter=False) -> None:  # fmt: skip
     """Rows of `x` by place (`gather`) or by row, times w; out by place (`scatter`) or by row."""
-    features, k = w.shape
+    features, k = out.shape[-1], w.shape[1]
     launch = {**config, "BLOCK_K": min(config["BLOCK_K"], max(16, triton.next_power_of_2(k)))}
     launch["BLOCK_N"] = min(config["BLOCK_N"], max(16, triton.next_power_of_2(features)))
     grid = (triton.cdiv(len(index), launch["BLOCK_M"]) * triton.cdiv(features, launch["BLOCK_N"]),)
@@ -109,7 +140,8 @@ def launch_linear(x, w, out, index, count, config, *, bias=None, residual=None, 
         )
     given = (x if tensor is None else tensor for tensor in (bias, residual, gate))
     _linear[grid](
-        *operands, *given, out, index, count, K=k, OUT=features, GATHER=gather, BIAS=bias is not None, GELU=gelu,
+        *operands, *given, out, index, count, K=k, OUT=features, GATHER=gather, BIAS=bias is not None,
+        ACTIVATION=ACTIVATIONS.index(activation),
         RESIDUAL=0 if residual is None else 2 if by_place else 1, GATE=gate is not None, SCATTER=scatter, BULK=bulk,
         GROUP=GROUP, **overlapped(out), **launch,
     )  # fmt: skip

@@ -46,15 +46,16 @@ def _attend(
 def _attention(
     q, query, k, v, valid, columns, out, index, starts, active, time, keys, scale,
     k_batch, k_head, k_time, v_batch, v_head, v_time,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, QUERY: tl.constexpr,
-    VALID: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+    HEADS: tl.constexpr, SHARING: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUERY: tl.constexpr, VALID: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
     PREFIX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (m, b and head): the m-th block of active rows of a sequence, against its keys up to the last of them.
 
-    QUERY: q is what queries are made of, by place; else they are there already, by row. COLUMNS: where each token
-    stands among the keys; else the tokens are the last of the keys. ROWS: how a program knows its rows. Where it is not
-    by a list, one program of each sequence writes the list for the kernels to come.
+    SHARING: heads of queries that share one of keys and values. QUERY: q is what queries are made of, by place; else
+    they are there already, by row. COLUMNS: where each token stands among the keys; else the tokens are the last of
+    the keys. ROWS: how a program knows its rows. Where it is not by a list, one program of each sequence writes the
+    list for the kernels to come.
     """
     after_previous(OVERLAP)
     b = tl.program_id(1) // HEADS
@@ -81,8 +82,8 @@ def _attention(
             tl.store(starts + b, first)
             if (b + 1) * HEADS == tl.num_programs(1):
                 tl.store(starts + b + 1, last)
-    k += b.to(tl.int64) * k_batch + head * k_head
-    v += b.to(tl.int64) * v_batch + head * v_head
+    k += b.to(tl.int64) * k_batch + head // SHARING * k_head
+    v += b.to(tl.int64) * v_batch + head // SHARING * v_head
     block = first + tl.program_id(0) * BLOCK_M
     if block < last:
         row = block + tl.arange(0, BLOCK_M)
@@ -135,20 +136,23 @@ def _attention(
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-def attention(q, query, k, v, key_valid, columns, out, index, starts, active: Tensor | None, rows: int) -> None:
+def attention(
+    q, query, heads: int, k, v, key_valid, columns, out, index, starts, active: Tensor | None, rows: int
+) -> None:
     """Into `out`, by row. q: the queries by row, or with `query`, their projection, what they are made of, by place.
 
-    k, v: `[batch, head, keys, width]`. `index` and `starts` are the list of active tokens: read where `rows` is
-    BY_LIST, else written. `active`: `[batch, time]`, read where it is BY_FLAG.
+    k, v: `[batch, kv head, keys, width]`; `heads` is the number of query heads. `index` and `starts` are the list of
+    active tokens: read where `rows` is BY_LIST, else written. `active`: `[batch, time]`, read where it is BY_FLAG.
     """
-    batch, heads, keys, width = k.shape
+    batch, kv_heads, keys, width = k.shape
     time = len(index) // batch
     valid = starts if key_valid is None else key_valid.contiguous().view(torch.uint8)
     listed = rows == BY_LIST
     _attention[(triton.cdiv(time, ATTENTION["BLOCK_M"]), batch * heads)](
         q, q if query is None else query, k, v, valid, starts if columns is None else columns, out, index, starts,
         starts if active is None else active.view(torch.uint8), time, keys, 1.4426950408889634 * width**-0.5,
-        *k.stride()[:3], *v.stride()[:3], HEADS=heads, WIDTH=width, BLOCK_W=max(16, triton.next_power_of_2(width)),
+        *k.stride()[:3], *v.stride()[:3], HEADS=heads, SHARING=heads // kv_heads, WIDTH=width,
+        BLOCK_W=max(16, triton.next_power_of_2(width)),
         BLOCK_D=min(64, triton.next_power_of_2(heads * width)), QUERY=query is not None, VALID=key_valid is not None,
         COLUMNS=columns is not None, ROWS=rows, BLOCK_T=16 if listed else max(16, triton.next_power_of_2(time)),
         PREFIX=16 if listed else min(PREFIX, triton.next_power_of_2(len(index))), **overlapped(out), **ATTENTION,

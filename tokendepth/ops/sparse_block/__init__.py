@@ -4,14 +4,24 @@ Keys and values are there already. Inference alone: it has no gradient where the
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from tokendepth.ops.launch import FEW_TOKENS, NARROWEST_HEAD, fits_one_tile, serves, unknown_backend
 from tokendepth.ops.rows import Listed
 
-__all__ = ["BlockParts", "BlockWeights", "finds_own_rows", "has_kernel", "launch_bound", "runs_kernel", "sparse_block"]
+__all__ = [
+    "Activation",
+    "BlockParts",
+    "BlockWeights",
+    "finds_own_rows",
+    "has_kernel",
+    "launch_bound",
+    "one_tile",
+    "runs_kernel",
+    "sparse_block",
+]
 
 TILE = 64
 """Widths that are no multiples of it are the library's: they gain nothing by kernels."""
@@ -22,18 +32,41 @@ Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the tokens' positions, `[batch or 1, time, width / 2]` each."""
 
 
-class BlockWeights(NamedTuple):
-    """Of one classic block (LayerNorm, GELU), each `[out, in]`; keys and values have been projected before."""
+Activation = Literal["gelu", "swiglu", "geglu"]
+"""Of a feed-forward network: GELU, or gated by SiLU or by GELU's tanh form."""
 
+
+class BlockWeights(NamedTuple):
+    """Of one block, its keys and values apart; matrices are `[out, in]`, and None is what it does not have."""
+
+    heads: int
+    """Of queries."""
     query: Tensor
     out: Tensor
     norm: Tensor
-    norm_bias: Tensor
+    norm_bias: Tensor | None
+    """None: an RMSNorm."""
     eps: float
     up: Tensor
-    up_bias: Tensor
+    """Of a gated network the gate's rows, then those of `up`."""
+    up_bias: Tensor | None
     down: Tensor
-    down_bias: Tensor
+    down_bias: Tensor | None
+    activation: Activation = "gelu"
+    query_bias: Tensor | None = None
+    query_norm: Tensor | None = None
+    """The scale of an RMSNorm of each head's queries."""
+    query_eps: float = 0.0
+    out_bias: Tensor | None = None
+    rotary: bool = False
+    """Whether queries are rotated."""
+
+    @property
+    def is_classic(self) -> bool:
+        """LayerNorm, GELU, and queries and output by a square product alone."""
+        square = self.query.shape[0] == self.query.shape[1]
+        plain = self.query_bias is None and self.query_norm is None and self.out_bias is None and not self.rotary
+        return square and plain and self.norm_bias is not None and self.activation == "gelu"
 
 
 class BlockParts(NamedTuple):
@@ -70,7 +103,7 @@ def sparse_block(
     h. The kernel asks nothing of the host: counts stay on the device, so it can be captured in a graph.
     """
     if backend == "auto":
-        backend = "kernel" if runs_kernel(h, parts.weights, k.shape[1]) else "eager"
+        backend = "kernel" if runs_kernel(h, parts.weights) else "eager"
     if backend == "kernel":
         from tokendepth.ops.sparse_block.kernel import kernel as run
     elif backend == "eager":
@@ -82,24 +115,32 @@ def sparse_block(
     return run(h, x, k, v, active, parts, gate, key_valid, columns, listed, rotation)
 
 
-def has_kernel(weights: BlockWeights | None, heads: int) -> bool:
+def has_kernel(weights: BlockWeights | None) -> bool:
     if weights is None:
         return False
-    ff, d = weights.up.shape
-    return d % TILE == ff % TILE == 0 and d // heads >= NARROWEST_HEAD
+    q_out, d = weights.query.shape
+    width = q_out // weights.heads
+    fits = d % TILE == q_out % TILE == weights.down.shape[1] % TILE == 0
+    return fits and width >= NARROWEST_HEAD and width % 2 == 0
 
 
-def runs_kernel(h: Tensor, weights: BlockWeights | None, heads: int) -> bool:
+def runs_kernel(h: Tensor, weights: BlockWeights | None) -> bool:
     """Whether a kernel, which asks nothing of the host, takes the block of `h`."""
-    return has_kernel(weights, heads) and serves(h)
+    return has_kernel(weights) and serves(h)
 
 
-def finds_own_rows(h: Tensor) -> bool:
+def finds_own_rows(h: Tensor, weights: BlockWeights) -> bool:
     """Whether every program finds its rows itself: at few tokens that costs less than a kernel that lists them."""
-    return h.shape[1] <= SHORT and h.shape[0] * h.shape[1] <= FEW_TOKENS and fits_one_tile(h.shape[-1])
+    short = h.shape[1] <= SHORT and h.shape[0] * h.shape[1] <= FEW_TOKENS
+    return short and one_tile(h, weights)
 
 
-def launch_bound(h: Tensor, weights: BlockWeights | None, heads: int) -> bool:
+def one_tile(h: Tensor, weights: BlockWeights) -> bool:
+    """Whether kernels that hold a whole row in one tile serve."""
+    return fits_one_tile(h.shape[-1]) and weights.is_classic
+
+
+def launch_bound(h: Tensor, weights: BlockWeights | None) -> bool:
     """Whether a block of this shape is so small that launches decide how long it takes."""
     # Whether kernels serve is asked first: a compiler need not know sizes where they do not.
-    return runs_kernel(h, weights, heads) and finds_own_rows(h)
+    return weights is not None and runs_kernel(h, weights) and finds_own_rows(h, weights)
