@@ -85,7 +85,7 @@ class Outcomes:
         From its row of costs, or from its run's row where that holds them.
         """
         row, parameters = self.cost(setting) or self.first_row(setting), self.stat(setting, "parameters")
-        if row is None or parameters is None or "training_flops_per_token" not in row:
+        if row is None or parameters is None or not {"training_flops_per_token", "kv_bytes_per_token"} <= row.keys():
             return None
         model, train = self.configs[setting].model, self.configs[setting].train
         tokens = train.steps * train.batch_size * model.context
