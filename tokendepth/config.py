@@ -60,7 +60,7 @@ class DataConfig:
         if not self.corpus.startswith("text:") and self.corpus not in CORPORA:
             hint = did_you_mean(self.corpus, (*CORPORA, "text:PATH"))
             if any(sign in self.corpus for sign in "/\\."):
-                hint = f"a file of yours is named 'text:{self.corpus}'"
+                hint = f"name your own file as 'text:{self.corpus}'"
             raise UserError(f"data.corpus is {self.corpus!r}: no such corpus; {hint} (set it with --data.corpus)")
         if self.source_length is not None:
             expected = "no value, since only copy and sort have a source length"
@@ -73,7 +73,7 @@ class DataConfig:
         if self.tokens not in ("char", "byte") and not (colon and kind in ("bpe", "tokenizer")):
             hint = did_you_mean(self.tokens, TOKENS)
             if self.tokens.endswith(".json"):
-                hint = f"a tokenizer of yours is named 'tokenizer:{printable(self.tokens)}'"
+                hint = f"name your own tokenizer as 'tokenizer:{printable(self.tokens)}'"
             raise UserError(f"data.tokens is {self.tokens!r}: no such tokens; {hint} (set it with --data.tokens)")
         if kind == "bpe":
             digits = re.fullmatch("0|[1-9][0-9]*", value)
@@ -180,7 +180,7 @@ class ModelConfig:
         check_range("model.rope_low", self.rope_low, 0, 1_000_000)
         check_range("model.rope_high", self.rope_high, 0, 1_000_000)
         if self.positions == "learned":
-            self._check_unset("learned positions are not turned", "rope_base", "rope_scaling")
+            self._check_unset("learned positions are not rotary", "rope_base", "rope_scaling")
         if self.rope_scaling == "none":
             self._check_unset("model.rope_scaling is none", "rope_factor")
         if self.rope_scaling in ("none", "linear"):
@@ -190,8 +190,8 @@ class ModelConfig:
             return
         if self.width % 2:
             raise UserError(
-                f"model.head_width is {self.width}, an odd number; expected an even one, since rotary positions turn "
-                "pairs; set it with --model.head-width or --model.n-head"
+                f"model.head_width is {self.width}, an odd number; expected an even one, since rotary positions "
+                "rotate pairs; set it with --model.head-width or --model.n-head"
             )
         if self.rope_scaling in ("llama3", "yarn"):
             expected = f"the context before stretching, since rope_scaling is {self.rope_scaling}"

@@ -350,7 +350,7 @@ def test_a_run_that_is_finished_is_waited_for_until_it_is_seen_here(tmp_path, mo
     shutil.rmtree(tmp_path / "run")
     monkeypatch.setattr(cluster_module, "VISIBLE_S", -1)
     assert finished.poll() == 1
-    assert "not to be seen here" in (tmp_path / "run.log").read_text()
+    assert "is not visible here" in (tmp_path / "run.log").read_text()
 
 
 def test_a_run_that_was_lost_with_its_nodes_says_so(tmp_path):

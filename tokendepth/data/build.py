@@ -103,7 +103,7 @@ def _trained(source: Source, size: int, ends: Ends) -> BPETokenizer:
         tokenizer = train_bpe((text for _, text in parts), size)
     if tokenizer.vocab_size < size:
         found = f"tokendepth: bpe:{size} found only {tokenizer.vocab_size} tokens in {source.name!r}"
-        print(f"{found}: no other pair of tokens occurs twice; the vocabulary is as large as that", file=sys.stderr)
+        print(f"{found}: no other pair of tokens occurs twice; so the vocabulary has that size", file=sys.stderr)
     return tokenizer
 
 

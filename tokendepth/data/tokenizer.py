@@ -90,7 +90,7 @@ class CharTokenizer(Tokenizer):
         try:
             return [self._ids[char] for char in text]
         except KeyError as missing:
-            remedy = f"is none of the corpus's {self.vocab_size}; leave it out, or train with --data.tokens byte"
+            remedy = f"is not among the corpus's {self.vocab_size}; leave it out, or train with --data.tokens byte"
             raise no_token(text, text.index(missing.args[0]), remedy) from None
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -150,7 +150,7 @@ class SymbolTokenizer(Tokenizer):
         while position < len(text):
             token = self._token.match(text, position)
             if token is None:
-                remedy = f"is no symbol; expected 0-9, a-r or one of {' '.join(SPECIALS)}; leave it out"
+                remedy = f"is not a symbol; expected 0-9, a-r or one of {' '.join(SPECIALS)}; leave it out"
                 raise no_token(text, position, remedy)
             ids.append(self._spellings.index(token[0]))
             position = token.end()

@@ -117,7 +117,7 @@ def off_budget(budget: float, share: float, tokens: int) -> str | None:
         return None
     return (
         f"budget {budget:g} was asked for, but {share:.3f} of these {tokens:,} tokens were active: thresholds hold the "
-        "budget on average over training text; this text scores differently, and a short one scatters"
+        "budget on average over training text; this text scores differently, and short texts vary more"
     )
 
 

@@ -73,7 +73,9 @@ def variants(text: str, seeds: int = 1) -> dict[str, RunConfig]:
     for change in changes:
         key, equals, values = change.partition("=")
         if not equals or not all(values.split(",")):
-            raise UserError(f"{change!r} in {text!r} is no override; expected OPTION=VALUE,VALUE as in train.steps=100")
+            raise UserError(
+                f"{change!r} in {text!r} is not an override; expected OPTION=VALUE,VALUE as in train.steps=100"
+            )
         key = key.removeprefix("--").replace("-", "_")
         choices.append([(key, value) for value in values.split(",")])
     if seeds < 1:

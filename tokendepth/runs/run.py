@@ -91,7 +91,7 @@ class Run:
             ours = {LOCK, *(path.name for path in left_overs(run.path, OWN_NAMES))}
             stray = [path.name for path in run.path.iterdir() if path.name not in ours]
         if "config.json" in stray and not resume:
-            raise UserError(f"{run.path} already holds a run; go on with it by --resume, or choose another --out")
+            raise UserError(f"{run.path} already holds a run; continue it with --resume, or choose another --out")
         if stray and (problem := run._problem_with(config, min(stray))) and not (resume and run._was_of(config)):
             raise UserError(problem)
         remove_left_overs(run.path, OWN_NAMES)
@@ -249,7 +249,7 @@ class Run:
         """A UserError if the run is not finished, or one of its files has changed since."""
         if not self.finished:
             missing = f", or {self.path / MANIFEST} was lost" if (self.path / "model.safetensors").exists() else ""
-            remedy = f"go on with: tokendepth train ... --out {self.path} --resume"
+            remedy = f"continue it: tokendepth train ... --out {self.path} --resume"
             raise UserError(f"{self.path} is not finished{missing}; {remedy}")
         with _remedy(RESTORE):
             step, steps = verify_manifest(self.path, MODEL_FILES, SMALL_FILES).step, self.config.train.steps

@@ -156,7 +156,7 @@ class RayJob:
         if code == 0 and not self.evaluation.exists():
             if time.monotonic() < self.done + VISIBLE_S:
                 return None
-            return self._failed(f"it is finished, but {self.evaluation} is not to be seen here; repeat the command")
+            return self._failed(f"it is finished, but {self.evaluation} is not visible here; repeat the command")
         return code
 
     def _failed(self, words: str) -> int:
