@@ -15,7 +15,7 @@ help:
 	@echo "make test    run the quick tests                  (ARGS='-k trace' picks some)"
 	@echo "make test-all  and those that take longer"
 	@echo "make lint    ruff, ruff format and pyright"
-	@echo "make bench   run the tests, then the benchmarks   (ARGS are the benchmarks')"
+	@echo "make bench   run the tests, then the benchmarks   (ARGS='--out results' makes the committed rows anew)"
 	@echo "make paper   reproduce the paper and compare every method (ARGS=--quick: in miniature)"
 	@echo "make readme  make the README's tables and the pages in docs/ anew from results/"
 	@echo "make clean   remove .venv, build output and caches; runs/ stays"

@@ -44,8 +44,8 @@ class Timings:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
-    out: Path = Path("results")
-    """Folder of forward.json and training.json."""
+    out: Path = Path("runs/bench")
+    """Folder of forward.json and training.json; --out results makes the committed rows anew."""
 
     def __call__(self) -> None:
         from tokendepth.bench import forward, training

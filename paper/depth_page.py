@@ -1,11 +1,12 @@
 """docs/WHERE_DEPTH_PAYS.md, made from results/: how all were tuned, then test losses in two tables and a figure."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from paper import contenders, search, spans
 from paper.comparison import judge, table, verdicts, wrapped
-from paper.contenders import DENSE, LONG, SHORT
+from paper.contenders import DENSE, LONG, SHORT, Contender
 from paper.depth import TOKENS, Entry, Order, order, outcomes
 from paper.evidence import NOT_RUN, needs_report_extra, show
 from paper.outcomes import OUTSIDE, Cost, Outcomes
@@ -76,7 +77,7 @@ def knobs() -> str:
     return f"Learning rates: {rates}.\n\n{table(['', 'knob', 'values', 'why this one'], rows, words=4)}"
 
 
-def choices(found: Search) -> str:
+def choices(found: Search, contended: Sequence[Contender] = contenders.CONTENDERS) -> str:
     titles = [
         "",
         "chosen",
@@ -89,7 +90,7 @@ def choices(found: Search) -> str:
         "runs",
     ]
     rows = []
-    for one in contenders.CONTENDERS:
+    for one in contended:
         count, lost = len(one.values) * len(contenders.RATES), found.lost[one]
         ended = f"{count - found.missing[one]} of {count}" + (f", {lost} lost" if lost else "")
         tried = found.tried[one]

@@ -6,13 +6,16 @@ Each is made from FILE, a path from the root of the repository; the figures besi
 import inspect
 import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import tokendepth
 from benchmarks.speed import headline
 from paper.wanted import Runs
+from tokendepth.config import BudgetConfig
 from tokendepth.report.records import Record
 from tokendepth.report.results import at_budgets, records
+from tokendepth.report.summary import Row as TableRow
 from tokendepth.report.summary import Stat, group
 from tokendepth.report.tables import markdown_table, piped
 from tokendepth.runs.files import write_bytes
@@ -172,8 +175,22 @@ def _fault_line(row: Row, other: str) -> str:
     return f"| {row['title']} | {row['attempts']:,} | {outcome}{f' ({notes})' if notes else ''} | {other} |"
 
 
+def _readable(table: list[TableRow]) -> list[TableRow]:
+    """Rows named by their method, and by budget and layers where a method has several."""
+    names = {"tsa": "Token-Selective Attention", "budget": "budget routing", "random": "random routing"}
+    kinds = [row.kind for row in table]
+    readable = []
+    for row in table:
+        config, label = row.records[0].config, names.get(row.kind, row.label)
+        if kinds.count(row.kind) > 1 and isinstance(config.method, BudgetConfig):
+            layers = f", {config.model.n_layer} layers" if config.model.n_layer != 6 else ""
+            label += f" at {config.method.budget:g}{layers}"
+        readable.append(replace(row, label=label))
+    return readable
+
+
 def draw(root: Path) -> None:
-    """The figures of RESULTS.md and BUDGET.md."""
+    """The figures of README.md, RESULTS.md and BUDGET.md."""
     from tokendepth.report.pareto import pareto
 
     (root / "docs/figures").mkdir(exist_ok=True)
@@ -181,7 +198,7 @@ def draw(root: Path) -> None:
         path = root / f"results/{corpus}.json"
         if not path.exists():
             continue
-        (drawing,) = pareto(group(records(path)))
+        (drawing,) = pareto(_readable(group(records(path))))
         write_bytes(root / f"docs/figures/pareto-{corpus}.svg", drawing.svg)
         write_bytes(root / f"docs/figures/pareto-{corpus}.png", drawing.png)
 

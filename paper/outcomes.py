@@ -80,18 +80,21 @@ class Outcomes:
         return None if row is None else self.costs.get((_experiment(self.configs[setting]), setting.point(row)))
 
     def costs_of(self, setting: Setting) -> dict[str, float] | None:
-        """What a setting costs besides the FLOPs of its execution; times are those of the dense model's one."""
-        row, parameters = self.cost(setting), self.stat(setting, "parameters")
-        if row is None or parameters is None:
+        """What a setting costs besides the FLOPs it executes; its time, where it was taken, as a multiple of dense.
+
+        From its row of costs, or from its run's row where that holds them.
+        """
+        row, parameters = self.cost(setting) or self.first_row(setting), self.stat(setting, "parameters")
+        if row is None or parameters is None or not {"training_flops_per_token", "kv_bytes_per_token"} <= row.keys():
             return None
         model, train = self.configs[setting].model, self.configs[setting].train
         tokens = train.steps * train.batch_size * model.context
-        return {
+        costs = {
             "training FLOPs": row["training_flops_per_token"] * tokens,
             "parameters": parameters.mean,
             "keys and values": row["kv_bytes_per_token"],
-            "time": 1 / row["time"]["speedup"],
         }
+        return costs | ({"time": 1 / row["time"]["speedup"]} if "time" in row else {})
 
     def dense_costs(self, flops: float) -> dict[str, float] | None:
         """What dense models of the same executed FLOPs cost, on the straight line between them; none is outside."""

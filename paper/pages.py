@@ -1,26 +1,31 @@
 """The generated parts of docs/methods/: what each method is good and bad at, by the numbers of the comparison.
 
-Whatever stands between `<!-- numbers: METHOD -->` or `<!-- figure: METHOD -->` and `<!-- end -->` is generated, the
-numbers from results/; the rest of a page is written by hand. COMPARISON.md and all figures are made beside it:
-python -m paper.pages
+Whatever stands between `<!-- numbers: METHOD -->`, `<!-- search: METHOD -->` or `<!-- figure: METHOD -->` and
+`<!-- end -->` is generated, the numbers from results/; the rest of a page is written by hand. `make readme` makes them,
+COMPARISON.md and all figures.
 """
 
 import re
 from pathlib import Path
 
-from paper import comparison
+from paper import comparison, depth, depth_page
 from paper.comparison import beside, judge, table, wrapped
+from paper.contenders import DECIDERS
 from paper.evidence import NOT_RUN, show
 from paper.outcomes import OUTSIDE, Outcomes
 from paper.schematic import SCHEMATICS, schematic
+from paper.search import Search
 from paper.settings import COMPARISONS, Setting
-from paper.tradeoffs import NAMES, draw
+from paper.tradeoffs import draw
 from tokendepth.report.figures import Drawing
 from tokendepth.report.summary import Stat
 from tokendepth.runs.files import write_bytes
 
 PART = re.compile(r"(<!-- (numbers|figure): (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-CONTROLS = {"budget": ("random", "two_passes")}
+SEARCH = re.compile(r"(<!-- search: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MEMBERS = {"span": tuple(f"span_{decider}" for decider in DECIDERS)}
+"""Whose page is about several contenders; of every other method, the one of its name."""
+CONTROLS = {"budget": ("random", "two_passes"), "span": ("span_dice",)}
 """Whose page shows controls too."""
 NOTABLE = 0.05
 """A cost this far from the dense model's is worth a word."""
@@ -42,23 +47,29 @@ def _picture(drawing: Drawing) -> str:
 
 def _numbers(method: str, all_outcomes: list[Outcomes]) -> str:
     shown = [(outcomes, s) for outcomes in all_outcomes for s in _settings(outcomes, method)]
-    parts = [_in_words(method, [(o, s) for o, s in shown if s.method == method])]
+    parts = [_in_words(method, [(o, s) for o, s in shown if s.method in MEMBERS.get(method, (method,))])]
     titles = ["corpus", "setting", "loss", "dense, same FLOPs", "difference", "FLOPs / dense", "training FLOPs / dense",
               "parameters / dense", "K/V / dense", "speed"]  # fmt: skip
     rows = [[o.comparison.title, s.title, *_figures(o, s)] for o, s in shown]
     devices = sorted({cost["time"]["device"] for o, s in shown if (cost := o.cost(s))})
     speeds = f" Speeds are of {', '.join(devices)}, op by op; [SPEED.md](../SPEED.md) has others." if devices else ""
-    return "\n".join([*parts, table(titles, rows, words=2), f"{wrapped(_ABOUT + speeds)}\n"])
+    about = _ABOUT_BYTES if method in MEMBERS else _ABOUT
+    return "\n".join([*parts, table(titles, rows, words=2), f"{wrapped(about + speeds)}\n"])
 
 
 _ABOUT = (
     "In the table dense is the model with six layers. How each number is measured: [COMPARISON.md](../COMPARISON.md). "
     "`outside`: no dense model of 2 to 6 layers costs as much or as little."
 )
+_ABOUT_BYTES = (
+    "Losses are of test text. In the table dense is the model with six layers. How each number is measured and how all "
+    "were tuned: [WHERE_DEPTH_PAYS.md](../WHERE_DEPTH_PAYS.md). `outside`: no dense model of 3 to 12 layers costs as "
+    "much or as little."
+)
 
 
 def _settings(outcomes: Outcomes, method: str) -> list[Setting]:
-    methods = (method, *CONTROLS.get(method, ()))
+    methods = (*MEMBERS.get(method, (method,)), *CONTROLS.get(method, ()))
     return [setting for setting in outcomes.comparison.settings if setting.method in methods]
 
 
@@ -86,7 +97,8 @@ def costs_to_dense(outcomes: Outcomes, setting: Setting) -> dict[str, float]:
     costs, dense = outcomes.costs_of(setting), outcomes.costs_of(first)
     if costs and dense:
         found |= {name: costs[name] / dense[name] for name in costs if name != "time"}
-        found["speed"] = 1 / costs["time"]
+        if "time" in costs:
+            found["speed"] = 1 / costs["time"]
     return found
 
 
@@ -102,7 +114,7 @@ def _in_words(method: str, shown: list[tuple[Outcomes, Setting]]) -> str:
         about = f"- {outcomes.comparison.title}, {setting.title}{_outside(outcomes, setting)}: "
         for lines, phrases in zip((good, bad), weigh(outcomes, setting), strict=True):
             lines += [wrapped(f"{about}{'; '.join(phrases)}.")] if phrases else []
-    complete = all(outcomes.beside(setting) and outcomes.cost(setting) for outcomes, setting in shown)
+    complete = bool(shown) and all(o.beside(setting) and o.costs_of(setting) for o, setting in shown)
     if not good and not bad:
         if complete:
             return "By our numbers it is as good as dense models of the same cost, and costs what they cost.\n"
@@ -144,7 +156,7 @@ def weigh(outcomes: Outcomes, setting: Setting) -> tuple[list[str], list[str]]:
             _by_loss(alike[1], " beside those that were trained by two passes too", good, bad)
     mine = outcomes.costs_of(setting)
     if mine and dense:
-        for name, ratio in ((name, mine[name] / dense[name]) for name in dense):
+        for name, ratio in ((name, mine[name] / dense[name]) for name in dense if name in mine):
             if abs(ratio - 1) > NOTABLE:
                 words = f"{ratio:.2f} of the {name}" if name != "time" else f"{1 / ratio:.2f} of the speed"
                 (good if ratio < 1 else bad).append(words)
@@ -172,15 +184,25 @@ def _best_layers(shown: list[tuple[Outcomes, Setting]]) -> str:
 def write(results: Path, docs: Path) -> None:
     """COMPARISON.md, the numbers of every page in methods/, and their figures."""
     comparison.write(results, docs / "COMPARISON.md")
-    all_outcomes = [Outcomes.read(results, one) for one in COMPARISONS.values()]
+    compared = [Outcomes.read(results, one) for one in COMPARISONS.values()]
+    tuned, _ = depth.outcomes(results)
     for method in SCHEMATICS:
-        drawings = [schematic(method)]
-        for outcomes in all_outcomes if method in NAMES else []:
-            ran = any(outcomes.stat(s, "loss") for s in outcomes.comparison.settings if s.method == method)
-            if ran and (drawing := draw(outcomes, method, *CONTROLS.get(method, ()))):
+        drawings, all_outcomes = [schematic(method)], [tuned] if method in MEMBERS else compared
+        for outcomes in all_outcomes if method != "dense" else []:
+            members = MEMBERS.get(method, (method,))
+            ran = any(outcomes.stat(s, "loss") for s in outcomes.comparison.settings if s.method in members)
+            split = "test" if method in MEMBERS else "validation"
+            if ran and (drawing := draw(outcomes, *members, *CONTROLS.get(method, ()), split=split, page=method)):
                 drawings.append(drawing)
         for drawing in drawings:
             write_bytes(docs / "figures" / f"{drawing.name}.svg", drawing.svg)
             write_bytes(docs / "figures" / f"{drawing.name}.png", drawing.png)
         page = docs / "methods" / f"{method}.md"
-        write_bytes(page, render(page.read_text(encoding="utf-8"), all_outcomes, {method: drawings}).encode())
+        text = render(page.read_text(encoding="utf-8"), all_outcomes, {method: drawings})
+        write_bytes(page, SEARCH.sub(lambda m: m[1] + _searched(results, m[2]) + m[3], text).encode())
+
+
+def _searched(results: Path, method: str) -> str:
+    """What the search chose for the contenders of a method, on validation text."""
+    found = Search.read(results)
+    return depth_page.choices(found, [one for one in found.tried if one.name in MEMBERS[method]])

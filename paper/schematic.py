@@ -25,7 +25,7 @@ class Schematic:
     layers: tuple[tuple[str, str], ...]
     """Label and one letter a token, the first layer first. A digit is the expert that worked on it."""
     shared: tuple[tuple[int, int], ...] = ()
-    """First and last of the layers that are one and the same, weights and all."""
+    """First and last of the layers that share their weights."""
 
 
 _ALL = "#" * 10
@@ -43,21 +43,21 @@ SCHEMATICS = {
         _blocks(_ALL, "#k##kk#k##", "######k###", "##k#######", "###k##k###", "#####k####"),
     ),
     "budget": Schematic(
-        "At budget 0.4 each routed block works on 4 of 10 tokens, which ones is learned; the others leave their key "
+        "At budget 0.4 each routed block works on 4 of 10 tokens; which ones is learned. The others still leave key "
         "and value.",
         _blocks(_ALL, "#k#kkk##kk", "k##kk#kk#k", "#kk#k##kkk", "kk##kk#kk#", "#k#kk##kkk"),
     ),
     "early_exit": Schematic(
-        "A token leaves once and for all; later blocks project its key and value from the state that it left with.",
+        "A token leaves for good; later blocks project its key and value from the state that it left with.",
         _blocks(_ALL, "#k####k###", "#k#k##k#k#", "kk#k##k#k#", "kk#k#kk#kk", "kk#kkkk#kk"),
     ),
     "mod": Schematic(
-        "Every other block takes an eighth of the tokens (here one of ten); for the others it leaves not even a key.",
+        "Every other block takes an eighth of the tokens (here one of ten); the others leave not even a key there.",
         _blocks(_ALL, "..#.......", _ALL, "......#...", _ALL, "#........."),
     ),
     "mor": Schematic(
-        "Between two layers of their own, a shared pair recurs for the tokens that are still in; with recursion-wise "
-        "keys and values, only these are seen there.",
+        "Between a first and a last layer, a shared pair is applied again to the tokens that are still in; with "
+        "recursion-wise keys and values, only these attend to each other there.",
         (
             ("first", _ALL), ("shared a", _ALL), ("shared b", _ALL), ("shared a again", "#..##.#.#."),
             ("shared b again", "#..##.#.#."), ("last", _ALL),
@@ -65,7 +65,7 @@ SCHEMATICS = {
         shared=((1, 3), (2, 4)),
     ),
     "act": Schematic(
-        "One block, step after step; who has halted is frozen, and its state goes on offering key and value.",
+        "One block, step after step; a halted token is frozen, and its state still provides key and value.",
         tuple(
             (f"step {n}", row)
             for n, row in enumerate((_ALL, "###k######", "#k#k##k###", "kk#k##k#k#", "kk#kkkk#kk", "kk#kkkkkkk"), 1)
@@ -81,9 +81,14 @@ SCHEMATICS = {
         ),
         shared=((1, 4),),
     ),
+    "span": Schematic(
+        "One decision stands for blocks 1 to 4. The tokens that take them pass all four as a shorter sequence; the "
+        "others leave no keys and values there, and are given the update of the last token that did.",
+        _blocks(_ALL, *["#...#.#..."] * 4, _ALL),
+    ),
     "switch": Schematic(
-        "In every other block each token takes one of four feed-forward networks, by its number; all cost the same. "
-        "Who finds its expert full gets attention alone.",
+        "In every other block each token takes one of four feed-forward networks (the numbers); all cost the same. A "
+        "token whose expert is full gets attention only.",
         _blocks(_ALL, "1324113a24", _ALL, "42131a2431", _ALL, "2314421a13"),
     ),
 }  # fmt: skip

@@ -57,13 +57,15 @@ TRAINED = Axis(
 TIMED = Axis("step_ms", "the time of a training step", "milliseconds per training step", "time", 1e6)
 
 
-def draw(outcomes: Outcomes, *highlight: str, split: str = "validation", axis: Axis = EXECUTED) -> Drawing | None:
-    """`highlight` is a method's name, and those of its controls; `split` is where the losses are from."""
+def draw(
+    outcomes: Outcomes, *highlight: str, split: str = "validation", axis: Axis = EXECUTED, page: str = ""
+) -> Drawing | None:
+    """`highlight` are a method's name and those of its controls, in colour on its `page`; `split` the losses' text."""
     corpus, dense = outcomes.comparison.corpus, []
     for setting in outcomes.of("dense"):
         if place := _place(outcomes, setting, axis):
             dense.append((setting.title.removeprefix("dense, "), place))
-    name = "-".join(filter(None, ["compare", corpus, axis.name, *highlight[:1]]))
+    name = "-".join(filter(None, ["compare", corpus, axis.name, page]))
     caption = (
         f"{outcomes.comparison.title}: {split} loss over {axis.words}. A coloured line is one trained "
         "model at several budgets or thresholds, a lone mark a model of its own, a hollow one made to match the "

@@ -1,7 +1,4 @@
-"""The functions of `import tokendepth as td`: what the commands do, without printing.
-
-Their examples are run by a test, one after the other, as they stand in `tokendepth.__all__`.
-"""
+"""The functions of `import tokendepth as td`: what the commands do, without printing. A test runs their examples."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +22,7 @@ AnyModel = TypeVar("AnyModel", LanguageModel, TextModel)
 def build(config: RunConfig) -> LanguageModel:
     """The untrained model of a config, on the CPU; the same seed gives the same weights.
 
-    Where the config leaves the vocabulary to the corpus, the corpus is read (and downloaded, the first time).
+    If the config takes the vocabulary from the corpus, the corpus is read (and downloaded, the first time).
 
     >>> model = td.build(td.recipe("modern.budget_10m", {"model.vocab_size": 8192}))
     >>> round(sum(weight.numel() for weight in model.parameters()) / 1e6)
@@ -37,9 +34,9 @@ def build(config: RunConfig) -> LanguageModel:
 
 
 def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: bool = True) -> Run:
-    """Train a config into the folder `out`; `resume` goes on from its newest checkpoint. `show` prints progress.
+    """Train a config into the folder `out`; `resume` continues from its newest checkpoint. `show` prints progress.
 
-    Ctrl-C saves and stops within one step; the same call with `resume=True` then ends in the same weights.
+    Ctrl-C saves and stops within one step; the same call with `resume=True` then ends with the same weights.
 
     >>> config = td.recipe("demo.tsa", {"data.corpus": "text:corpus.txt", "train.steps": 2})
     >>> run = td.train(config, "runs/tsa", show=False)
@@ -50,9 +47,9 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: boo
 
 
 def load(run: Run | str | Path, *, device: str = "auto", budget: float | None = None) -> TextModel:
-    """The trained model of a run folder, ready to be called on text or on ids.
+    """Load the trained model of a run folder, ready to be called on text or on ids.
 
-    `budget` sets the share of the tokens that its routed blocks work on, for a method that has such a dial.
+    `budget` sets the share of tokens that the routed blocks work on, for methods that can be executed at several.
 
     >>> model = td.load("runs/tsa")
     >>> out = model(["one text", "another"])
@@ -74,8 +71,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure a finished run over a whole split: soft, hard and sparse, FLOPs, controls, time on this machine.
 
-    `curve` executes a model with a dial at each of its points; `tokens` takes the beginning of the split only. Figures
-    of the whole validation split at the run's own budget are kept in the folder, where `tokendepth report` finds them.
+    `curve` also executes the model at every budget or threshold that it supports; `tokens` takes the beginning of the
+    split only. Results of the whole validation split at the run's own budget are saved in the run folder, where
+    `tokendepth report` finds them.
 
     >>> figures = td.evaluate("runs/tsa", timing=False)
     >>> sorted(figures["sparse"])[:2]
@@ -93,7 +91,7 @@ def evaluate(
 
 
 class Generation:
-    """Text as it is generated: iterate over its pieces, or ask for all of it.
+    """Generated text: iterate over its pieces as they come, or read `text` for all of it.
 
     >>> generation = td.generate("runs/tsa", "def ", tokens=5, temperature=0)
     >>> "".join(generation) == generation.text
@@ -105,7 +103,7 @@ class Generation:
     def __init__(self, pieces: Iterator[str], spending: generating.Spending) -> None:
         self._rest, self._read = pieces, []
         self.spending = spending
-        """What each token cost so far, and the seconds that all of them took."""
+        """The cost of each token so far, and the seconds that all of them took."""
 
     def __iter__(self) -> Iterator[str]:
         yield from self._read
@@ -115,7 +113,7 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The whole continuation; what is not there yet is generated now."""
+        """The whole continuation; generates what is still missing."""
         return "".join(self)
 
 
@@ -130,7 +128,7 @@ def generate(
     device: str = "auto",
     budget: float | None = None,
 ) -> Generation:
-    """Continue a prompt with a finished run. Temperature 0 takes the likeliest token; `seed` fixes the others.
+    """Continue a prompt with a finished run. Temperature 0 takes the likeliest token; else `seed` fixes the sample.
 
     >>> len(td.generate("runs/tsa", "def ", tokens=5).text)
     5
@@ -144,7 +142,7 @@ def generate(
 
 
 def compile(model: AnyModel) -> AnyModel:
-    """The same weights in the form that runs fastest, for inference; the first call of a shape takes some ten seconds.
+    """Compile a model for fast inference. The first call with a new shape takes some ten seconds.
 
     >>> fast = td.compile(td.load("runs/tsa"))
     >>> type(fast).__name__

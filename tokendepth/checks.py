@@ -33,19 +33,19 @@ def _digits(number: float) -> str:
 
 
 def check_types(config: object, part: str) -> None:
-    """Every field holds what its annotation says, also where no JSON was read."""
+    """Check that every field holds what its annotation says, also where no JSON was read."""
     for key, hint in typing.get_type_hints(type(config)).items():
         coerce(hint, getattr(config, key), f"{part}.{key}")
 
 
 def printable(word: object) -> str:
-    """Whatever a file or a shell gave as a name, on one line."""
+    """A name from a file or a shell, on one line."""
     return repr(str(word))[1:-1]
 
 
 def coerce(hint: Any, value: object, name: str) -> Any:
     """`value` if it is of the type `hint`, else a UserError. An int may stand for a float, nothing else may."""
-    if dataclasses.is_dataclass(value):  # a part that is built already
+    if dataclasses.is_dataclass(value):  # already built
         return value
     if typing.get_origin(hint) is Literal:
         options = typing.get_args(hint)

@@ -31,7 +31,7 @@ from tokendepth.method_configs import TSAConfig as TSAConfig
 from tokendepth.method_configs import check_budget as check_budget
 
 FORMAT_VERSION = 2
-"""2: kinds of layers in the model, tokens that are not characters or bytes. All earlier ones are read."""
+"""Version 2 added kinds of layers, and tokens other than characters and bytes. Every earlier version is read."""
 
 CORPORA = ("stdlib", "shakespeare", "enwik8", "copy", "sort")
 SYNTHETIC_CORPORA = ("copy", "sort")
@@ -60,7 +60,7 @@ class DataConfig:
         if not self.corpus.startswith("text:") and self.corpus not in CORPORA:
             hint = did_you_mean(self.corpus, (*CORPORA, "text:PATH"))
             if any(sign in self.corpus for sign in "/\\."):
-                hint = f"a file of yours is named 'text:{self.corpus}'"
+                hint = f"name your own file as 'text:{self.corpus}'"
             raise UserError(f"data.corpus is {self.corpus!r}: no such corpus; {hint} (set it with --data.corpus)")
         if self.source_length is not None:
             expected = "no value, since only copy and sort have a source length"
@@ -73,7 +73,7 @@ class DataConfig:
         if self.tokens not in ("char", "byte") and not (colon and kind in ("bpe", "tokenizer")):
             hint = did_you_mean(self.tokens, TOKENS)
             if self.tokens.endswith(".json"):
-                hint = f"a tokenizer of yours is named 'tokenizer:{printable(self.tokens)}'"
+                hint = f"name your own tokenizer as 'tokenizer:{printable(self.tokens)}'"
             raise UserError(f"data.tokens is {self.tokens!r}: no such tokens; {hint} (set it with --data.tokens)")
         if kind == "bpe":
             digits = re.fullmatch("0|[1-9][0-9]*", value)
@@ -124,21 +124,21 @@ class ModelConfig:
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm (mean, variance, scale and shift) or RMSNorm (scale alone)."""
     norm_eps: float = 1e-5
-    """Added to the variance before the root is taken."""
+    """Added to the variance before its square root is taken."""
     positions: Literal["learned", "rotary"] = "learned"
-    """learned adds a vector per position to the embedding; rotary turns queries and keys."""
+    """learned adds a vector per position to the embedding; rotary rotates queries and keys."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """How rotary frequencies are stretched for a longer context than the model was first trained on."""
+    """How rotary frequencies are scaled for a longer context than the model was first trained on."""
     rope_factor: float = 1.0
-    """How many times longer; of rope_scaling."""
+    """By which factor rope_scaling makes the context longer."""
     rope_original_context: int = 0
-    """The context before it was stretched; of llama3 and yarn."""
+    """The context before scaling; for llama3 and yarn."""
     rope_low: float = 1.0
-    """Turns within the original context up to which a frequency is stretched in full; of llama3 and yarn."""
+    """Frequencies with at most so many turns in the original context are scaled in full; for llama3 and yarn."""
     rope_high: float = 0.0
-    """Turns from which it is left alone; of llama3 (4 unless set) and yarn (32 unless set)."""
+    """Frequencies with at least so many turns are not scaled; for llama3 (4 unless set) and yarn (32 unless set)."""
     n_kv_head: int = 0
     """Heads of keys and values, each shared by a group of query heads; 0 gives every query head its own."""
     head_width: int = 0
@@ -146,7 +146,7 @@ class ModelConfig:
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which attention projections have a bias: none, queries, keys and values, or the output projection too."""
     qk_norm: bool = False
-    """RMSNorm on every query and key before they meet."""
+    """RMSNorm on queries and keys, before their dot product."""
     ffn: Literal["gelu", "swiglu", "geglu"] = "gelu"
     """Feed-forward network: two layers with GELU, or gated by SiLU (SwiGLU) or by GELU's tanh form (GeGLU)."""
     ffn_bias: bool = True
@@ -158,7 +158,7 @@ class ModelConfig:
         check_types(self, "model")
         for name in ("d_model", "n_head", "d_ff", "context"):
             check_range(f"model.{name}", getattr(self, name), 1, 1_000_000)
-        check_range("model.n_layer", self.n_layer, 1, 1000)  # each is an object, even where it holds no numbers
+        check_range("model.n_layer", self.n_layer, 1, 1000)  # layers take memory even on the meta device
         check_range("model.vocab_size", self.vocab_size, 0, 10_000_000)
         check_range("model.dropout", self.dropout, 0, 1, below=True)
         check_range("model.head_width", self.head_width, 0, 1_000_000)
@@ -180,7 +180,7 @@ class ModelConfig:
         check_range("model.rope_low", self.rope_low, 0, 1_000_000)
         check_range("model.rope_high", self.rope_high, 0, 1_000_000)
         if self.positions == "learned":
-            self._check_unset("learned positions are not turned", "rope_base", "rope_scaling")
+            self._check_unset("learned positions are not rotary", "rope_base", "rope_scaling")
         if self.rope_scaling == "none":
             self._check_unset("model.rope_scaling is none", "rope_factor")
         if self.rope_scaling in ("none", "linear"):
@@ -190,8 +190,8 @@ class ModelConfig:
             return
         if self.width % 2:
             raise UserError(
-                f"model.head_width is {self.width}, an odd number; expected an even one, since rotary positions turn "
-                "pairs; set it with --model.head-width or --model.n-head"
+                f"model.head_width is {self.width}, an odd number; expected an even one, since rotary positions "
+                "rotate pairs; set it with --model.head-width or --model.n-head"
             )
         if self.rope_scaling in ("llama3", "yarn"):
             expected = f"the context before stretching, since rope_scaling is {self.rope_scaling}"
@@ -200,14 +200,14 @@ class ModelConfig:
             check(0 < self.rope_low < high, "model.rope_low", self.rope_low, f"a number above 0 and below {high:g}")
 
     def _check_unset(self, since: str, *names: str) -> None:
-        """An option that has no effect is a mistake, not a wish."""
+        """Setting an option that would have no effect is an error."""
         for name in names:
             default, value = getattr(type(self), name), getattr(self, name)
             check(value == default, f"model.{name}", value, f"{default!r}, since {since}")
 
     @property
     def width(self) -> int:
-        """Of one attention head."""
+        """Width of one attention head."""
         return self.head_width or self.d_model // self.n_head
 
     @property
@@ -222,18 +222,18 @@ class TrainConfig:
     batch_size: int = 64
     """Sequences per optimiser step, over all ranks and accumulation."""
     accumulate: int = 1
-    """Micro-batches per optimiser step. Without dropout the result does not depend on it, but for rounding, unless the
-    method takes a statistic over each micro-batch (budget, span and others do): the training log says so."""
+    """Micro-batches per optimiser step. Without dropout it changes the result by rounding only, unless the method takes
+    a statistic over each micro-batch (budget, span and others do): the training log says so."""
     lr: float = 3e-4
     """Peak learning rate; falls to a tenth of it along a cosine."""
     warmup: int = 0
     """Steps over which the learning rate rises to its peak; deep models bear a higher one with it."""
     weight_decay: float = 0.1
-    """AdamW's decay."""
+    """AdamW's weight decay."""
     decay: Literal["matrices", "all"] = "matrices"
-    """What decays: matrices leaves out biases, norms and embeddings; all is what the paper's MLX runs did."""
+    """Which weights decay: matrices excludes biases, norms and embeddings; all is what the paper's MLX runs did."""
     clip: float = 1.0
-    """Largest norm of the gradient."""
+    """Gradients are clipped to this norm."""
     seed: int = 0
     """Fixes weights, data order and dropout."""
     eval_every: int = 250
@@ -243,11 +243,11 @@ class TrainConfig:
     log_every: int = 50
     """Steps between rows of metrics.jsonl."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPU where there is one."""
+    """auto uses the GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the matrix products while training; auto is bfloat16 on a GPU, float32 on a CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile; auto is on where it repays its start: runs of 25,000 steps or more on a GPU."""
+    """torch.compile; auto turns it on where it saves time: runs of 25,000 steps or more on a GPU."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder (needs the extra `tensorboard`)."""
 
@@ -267,11 +267,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All that decides a run: data, model, method, training. Frozen; a wrong value is refused when it is made.
+    """Everything a run depends on: data, model, method, training. Frozen; a wrong value raises a UserError.
 
     >>> config = td.recipe("shakespeare.budget")
-    >>> config.method.budget
-    0.4
+    >>> config.model.n_layer, config.train.steps
+    (6, 5000)
     """
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -299,7 +299,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def from_dict(tree: object) -> RunConfig:
-    """Strict: every key known, every type right, every value in range, no newer version."""
+    """Strict: unknown keys, wrong types, values out of range and newer versions are errors."""
     if not isinstance(tree, dict):
         raise UserError(f"a config must be a JSON object, not {type(tree).__name__}; write it with tokendepth")
     tree = dict(tree)
@@ -335,7 +335,7 @@ def _build(cls: type, tree: object, prefix: str) -> Any:
 
 
 def parse_value(hint: Any, text: str, name: str) -> Any:
-    """The value that `text` from a command line or a sweep stands for, checked as strictly as JSON is."""
+    """Parse `text` from a command line or a sweep, as strictly as JSON is checked."""
     inner = [a for a in typing.get_args(hint) if a is not type(None)] if isinstance(hint, types.UnionType) else [hint]
     if text == "None" and isinstance(hint, types.UnionType):
         return None
@@ -374,7 +374,7 @@ def override(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def unknown_option(name: str, config: RunConfig, others: Iterable[str] = ()) -> str:
-    """Say who decides or whose option it is; else name the nearest one, of the config's or the `others`, all flags."""
+    """The message for an unknown option: which method has it, else the nearest flag of the config's or of `others`."""
     name = printable(name)
     part, _, key = name.rpartition(".")
     known, own = options(config), method_name(config.method)

@@ -1,4 +1,4 @@
-"""What travels through a forward pass: `Context`, the same for every layer, and `Rows`, who is worked on in one."""
+"""What travels through a forward pass: `Context`, shared by all layers, and `Rows`, the tokens one layer works on."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def forced(decisions: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Context:
-    """How one forward pass is to run; the same for every layer of it. `LanguageModel` makes one."""
+    """How one forward pass runs; the same for every layer. `LanguageModel` makes it."""
 
     execution: Execution = "soft"
     cache: KVCache | None = None
@@ -32,30 +32,30 @@ class Context:
     ids: Tensor | None = None
     """`[batch, time]`: the tokens, for methods that decide by what they are."""
     decisions: Tensor | None = None
-    """`[routed site, batch, time]` bool, True = active: taken instead of the router's own, under hard and sparse."""
+    """`[routed site, batch, time]` bool, True = active: replaces the routers' decisions under hard and sparse."""
     given_thresholds: Tensor | None = None
-    """`[routed site]`, or `[routed site, batch, time]`: taken instead of the routers' own."""
+    """`[routed site]`, or `[routed site, batch, time]`: replaces the routers' own thresholds."""
     targets: Tensor | None = None
     """`[batch, time]` next tokens while training, for methods with losses of their own on what they predict."""
     readout: Callable[[Tensor], Tensor] | None = None
     """Hidden states to logits: final norm and head."""
     layer: int | None = None
-    """Which of the cache's layers an application of a shared block is; none for a block of its own."""
+    """The cache layer of this application of a shared block; None where every block has its own."""
     positions: Tensor | None = None
-    """`[time]` or `[batch, time]`: where the tokens stand in their sequences."""
+    """`[time]` or `[batch, time]`: the tokens' positions in their sequences."""
     rotation: Rotation | None = None
     """Cosines and sines of the tokens' rotary positions."""
     columns: Tensor | None = None
-    """`[batch, time]`: where the tokens stand among keys that are cached or given; None: they are the last."""
+    """`[batch, time]`: each token's place among the cached or given keys; None: the tokens are the last ones."""
     writes: Tensor | None = None
     """`[batch, time]`: the column of the cache that each token's key is written to."""
     window: int = 0
-    """How many columns of the cache attention reads."""
+    """Number of cache columns that attention reads."""
     varlen: Varlen | None = None
-    """Where the rows of all sequences follow one another, `[n, d]`: whose each is."""
+    """For rows `[n, d]` of concatenated sequences: which sequence each belongs to."""
 
     def thresholds(self, own: Sequence[Tensor | float]) -> Sequence[Tensor | float]:
-        """What scores must exceed: what is given, else each router's own."""
+        """The thresholds that scores must exceed: the given ones, else each router's own."""
         given = self.given_thresholds if self.decisions is None else forced(self.decisions)
         return own if given is None else given.unbind()
 
@@ -68,7 +68,7 @@ class Context:
         return h.clone() if self.execution == "sparse" else h
 
     def real(self, active: Tensor) -> Tensor:
-        """Those of `active` `[..., batch, time]` that are no padding."""
+        """`active` `[..., batch, time]` without padding."""
         return active if self.valid is None else active & self.valid
 
     def mean(self, values: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Context:
     def packed(self, places: Tensor, there: Tensor | None = None) -> "Context":
         """The context of the tokens at `places` `[batch, k]`, taken out as a shorter sequence.
 
-        there: `[batch, k]`, False where a place is left over and counts as padding; None: all are taken.
+        there: `[batch, k]`, False where a place is unused and counts as padding; None: all are used.
         """
         valid = there if self.valid is None else self.valid.gather(1, places)
         if valid is not None and there is not None:
@@ -93,9 +93,9 @@ class Context:
         return replace(self, valid=valid, rotation=rotation, columns=places)
 
     def gathered(self, active: Tensor, places: Tensor, columns: Tensor, lengths: Tensor) -> "Context":
-        """The context of the active tokens alone, listed by `places`, one sequence after the other: `[n, d]`.
+        """The context of the active tokens alone, at `places`, as the rows `[n, d]` of concatenated sequences.
 
-        columns: `[batch, time]`, where they stand among those of their sequence, which are `lengths` `[batch]` by now.
+        columns: `[batch, time]`, a token's index among the active tokens of its sequence, `lengths` `[batch]` so far.
         """
         varlen = Varlen(active.sum(1), lengths, places // active.shape[1], take(columns, places))
         rotation = self.rotation
@@ -120,19 +120,19 @@ class Rows:
     active: Tensor
     """`[batch, time]`, bool."""
     decision: Decision | None = None
-    """How that was decided, where a router did."""
+    """The router's decision, where a router made it."""
     inputs: BlockInputs | None = None
-    """What was computed of the block on the way to the decision."""
+    """What deciding already computed of the block."""
     chosen: ChosenRows | None = None
-    """While training: the same tokens as rows of a known number, so that only they are computed."""
+    """While training: the same tokens as a fixed number of rows, so that only they are computed."""
 
     @property
     def keep(self) -> Tensor:
-        """`[batch, time]`: `sigmoid(-logit)` of the router, what an active token keeps of its updates."""
+        """`[batch, time]`: `sigmoid(-logit)` of the router, which scales an active token's updates."""
         assert self.decision is not None
         return self.decision.kept()
 
     def listed(self, h: Tensor) -> Listed | None:
-        """The list of active tokens, where kernels work by it."""
+        """The list of active tokens that kernels use; None where none run."""
         made = self.decision and self.decision.listed
         return made or list_active(self.active, h)

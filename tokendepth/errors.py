@@ -1,4 +1,4 @@
-"""What a user may see instead of a traceback: their mistake, or that they stopped it themselves."""
+"""What a user sees instead of a traceback: a mistake, or that the command was interrupted."""
 
 import difflib
 import re
@@ -12,10 +12,10 @@ _LONG_VALUE = re.compile(rf"""(?<!\w)(['"])(?:(?!\1).){{{LONGEST_VALUE},}}\1(?!\
 
 
 class UserError(ValueError):
-    """A mistake of the user's or a fault of their machine, told in one line.
+    """A mistake of the user or a fault of the machine, explained in one line.
 
     The line names the value, what was expected and the remedy. The command line prints it and exits with code 2;
-    every other exception is a bug of ours and keeps its traceback.
+    every other exception is a bug in tokendepth and keeps its traceback.
 
     >>> td.recipe("shakespeare.tas")
     Traceback (most recent call last):
@@ -27,20 +27,20 @@ class UserError(ValueError):
 
 
 class ReportedByOtherRank(UserError):
-    """Another rank of the same training refuses too, and says why."""
+    """Another rank of the same training raised, and prints why."""
 
     def __init__(self) -> None:
         super().__init__("another rank refuses; its message says why")
 
 
 class ReaderGone(Exception):
-    """Nobody reads stdout any more, as when `head` has seen enough: no error, but the end of the command."""
+    """The reader of stdout has gone, as `head` does after some lines: the command ends, without an error."""
 
     exit_code = 141  # as if by SIGPIPE
 
 
 class Interrupted(Exception):
-    """A signal arrived that ends a process; everything up to `step` is saved."""
+    """A signal asked the process to end; everything up to `step` is saved."""
 
     def __init__(self, number: int, step: int, path: object) -> None:
         name = signal_name(number)
@@ -49,7 +49,7 @@ class Interrupted(Exception):
 
 
 class SweepStopped(Interrupted):
-    """A signal arrived at a sweep that ends a process; its workers have saved what they had."""
+    """A signal asked a sweep to end; its workers have saved their runs."""
 
     def __init__(self, number: int, path: object) -> None:
         name = signal_name(number)
@@ -65,14 +65,14 @@ def signal_name(number: int) -> str:
 
 
 def one_line(message: str) -> str:
-    """`message` with whatever it quotes on one line and short enough to read, so that nobody else has to see to it."""
+    """`message` on one line, with long values shortened; done here so that no caller has to."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
     line = _LONG_VALUE.sub(lambda value: _without_middle(value[0], LONGEST_VALUE), line)
     return _without_middle(line, LONGEST_LINE)
 
 
 def _without_middle(text: str, longest: int) -> str:
-    """The ends say most: what was begun with, and in a line the remedy."""
+    """Keep both ends: the beginning, and the end of the line, which holds the remedy."""
     if len(text) <= longest:
         return text
     head, tail = longest // 2, longest // 4
@@ -80,15 +80,15 @@ def _without_middle(text: str, longest: int) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: Python says so by MemoryError, torch by RuntimeErrors of two kinds."""
+    """Whether an allocation failed: Python raises MemoryError, torch two kinds of RuntimeError."""
     words = str(error)
     return isinstance(error, MemoryError) or "allocate memory" in words or "out of memory" in words
 
 
 def did_you_mean(word: str, options: Iterable[str], spellings: Mapping[str, str] | None = None) -> str:
-    """A hint to append to a message: the nearest option, else all of them. `spellings` are other names for options."""
+    """A hint to append to a message: the nearest option, else all of them. `spellings` maps other names to options."""
     options = sorted(options)
-    # Two dashes are no likeness.
+    # Leading dashes do not count as similarity.
     named = {option.lstrip("-"): option for option in options} | dict(spellings or {})
     near = difflib.get_close_matches(word.lstrip("-"), named, n=1, cutoff=0.5)
     if near:

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """What every method's config is; a new one is a frozen dataclass here and an entry of METHOD_CONFIGS."""
+    """Base of every method's config; a new one is a frozen dataclass here and an entry of METHOD_CONFIGS."""
 
     def __post_init__(self) -> None:
         check_types(self, "method")
 
     def check_model(self, model: "ModelConfig") -> None:
-        """A UserError where this method cannot be put on that model."""
+        """A UserError if this method does not work with that model."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TSAConfig(MethodConfig):
     """Token-Selective Attention: a learned gate per token and block."""
 
     depth_penalty: float = 0.001
-    """Lambda of the paper: the price of the mean active fraction."""
+    """Lambda of the paper: weight of the mean active fraction in the loss."""
     threshold: float = 0.5
     """Hard and sparse execution skip a token whose halting probability exceeds this."""
     skip: Literal["block", "ffn"] = "block"
@@ -51,9 +51,9 @@ class BudgetConfig(MethodConfig):
     dial: bool = True
     """Train every sequence at a budget of its own, so that one model serves them all; off trains at `budget` alone."""
     distill: float = 1.0
-    """Weight of learning from the same model's pass at full budget, which doubles the training step; 0 is without."""
+    """Weight of distilling from the same model's pass at full budget, which doubles a training step; 0 is off."""
     routing: Literal["learned", "random"] = "learned"
-    """random throws dice instead of asking a router: the control."""
+    """random replaces the router by random numbers: the control."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +70,7 @@ class MoDConfig(MethodConfig):
     every: int = 2
     """Route every n-th block; 2 is every other."""
     decides: Literal["predictor", "router"] = "predictor"
-    """Who decides without seeing the future: a predictor of its own, or the router itself, trained towards it."""
+    """Who decides without seeing the future: a separate predictor, or the router itself, trained for it."""
     decision_loss: float = 0.01
     """Weight of the cross-entropy that teaches the decision, above 0."""
 
@@ -84,23 +84,23 @@ class MoDConfig(MethodConfig):
 PAPER_THRESHOLDS = (0.99, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3)
 """The confidences at which the TSA paper executes its early-exit model."""
 HALTING_THRESHOLDS = (0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.92, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-"""At which a model with learned exits is executed: the Depth-Adaptive Transformer tunes its one threshold."""
+"""The thresholds at which a model with learned exits is executed; the Depth-Adaptive Transformer tunes its one."""
 
 
 @dataclass(frozen=True)
 class EarlyExitConfig(MethodConfig):
-    """Early exit: a token leaves after the first block whose answer is good enough."""
+    """Early exit: a token leaves after the first block whose prediction is good enough."""
 
     exit: Literal["confidence", "learned"] = "confidence"
     """confidence reads the head after every block (the TSA paper's baseline); learned is a trained halting unit."""
     threshold: float | None = None
     """Leave above this probability, of the likeliest token (0.9 unless set) or of the halting unit (0.5 unless set)."""
     oracle: Literal["likelihood", "correctness"] = "correctness"
-    """What names the exit to be learned: the target's likelihood, or whether the likeliest token is right."""
+    """How the exit to learn is found: by the target's likelihood, or by whether the likeliest token is right."""
     oracle_penalty: float = 0.1
-    """Lambda: what each further block costs the oracle."""
+    """Lambda: the oracle's price of each further block."""
     oracle_smoothing: float = 0.0
-    """Sigma of the kernel over neighbouring tokens by which the oracle is smoothed; 0 is without."""
+    """Sigma of the kernel that smooths the oracle over neighbouring tokens; 0 is off."""
     halting_loss: float = 1.0
     """Alpha: weight of the loss of learned exits, above 0."""
 
@@ -116,12 +116,12 @@ class EarlyExitConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class SwitchConfig(MethodConfig):
-    """Switch: every other feed-forward network is several experts; each token takes one while there is room."""
+    """Switch: every other feed-forward network is replaced by experts; each token takes one while it has room."""
 
     experts: int = 4
-    """How many networks there are to choose from, 2 or more."""
+    """Number of experts, 2 or more."""
     capacity_factor: float = 1.25
-    """Room for this many times the tokens that an expert would get if all got alike, above 0; what overflows skips."""
+    """Room of an expert, as a multiple of its equal share of the tokens, above 0; tokens beyond it skip the expert."""
     every: int = 2
     """Every n-th block has experts; 2 is every other."""
     balance_loss: float = 0.01
@@ -129,7 +129,7 @@ class SwitchConfig(MethodConfig):
     z_loss: float = 0.001
     """Weight of the loss that keeps the router's logits small."""
     jitter: float = 0.01
-    """While training, the router's input is multiplied by random numbers this close to 1."""
+    """While training, the router's input is multiplied by random numbers in 1 +- this."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,14 +143,14 @@ class SwitchConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class ACTConfig(MethodConfig):
-    """Adaptive computation time: one shared block, applied to each token until its halting unit has had enough."""
+    """Adaptive computation time: one shared block, applied to each token until its halting unit stops it."""
 
     max_steps: int | None = None
     """The most steps a token may take; as many as the model has layers unless set."""
     epsilon: float = 0.01
-    """A token halts once its halting probabilities add up to 1 less this."""
+    """A token halts once its halting probabilities add up to 1 minus this."""
     ponder_cost: float = 0.01
-    """Tau: the price of a step."""
+    """Tau: weight of the number of steps in the loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,13 +165,13 @@ class MoRConfig(MethodConfig):
     """Mixture-of-Recursions: between the first and the last layer a shared block recurs, for fewer tokens each time."""
 
     recursions: int = 2
-    """How often the shared block is applied, 2 or more; the layers but the first and the last are a multiple."""
+    """How often the shared block is applied, 2 or more; must divide the number of layers minus 2."""
     routing: Literal["expert", "token"] = "expert"
     """expert: each recursion chooses its tokens; token: each token chooses its depth at the entry."""
     kv: Literal["recursion", "shared"] = "recursion"
-    """What later recursions attend to: tokens active at that depth, or the first recursion's keys and values of all."""
+    """What later recursions attend to: tokens active at that depth, or all tokens' keys from the first recursion."""
     alpha: float = 0.1
-    """What expert choice multiplies its weights by, above 0."""
+    """Factor on the router's weights in expert choice, above 0."""
     decision_loss: float = 0.001
     """Weight of the cross-entropy that teaches expert choice to decide without the future, above 0."""
     balance_loss: float = 0.1
@@ -205,7 +205,7 @@ class ITTConfig(MethodConfig):
     every: int = 2
     """Every n-th layer thinks; 2 is every other."""
     decides: Literal["predictor", "router"] = "predictor"
-    """Who decides without seeing the future: a predictor of its own, or the router itself, trained towards it."""
+    """Who decides without seeing the future: a separate predictor, or the router itself, trained for it."""
     decision_loss: float = 0.01
     """Weight of the cross-entropy that teaches the decision, above 0."""
 

@@ -1,8 +1,8 @@
 """The pre-norm decoder-only transformer that every method is built from, and the language model around it.
 
-With a `ModelConfig` as it is by default this matches the paper exactly: attention projections without bias,
-feed-forward with, GELU, LayerNorm, learned positions, output head tied to the token embedding. Residual projections
-start at N(0, 0.02 / sqrt(2 L)), embeddings at N(0, 0.02), all else as PyTorch starts it.
+With the default `ModelConfig` this matches the paper exactly: attention projections without bias, feed-forward with
+bias, GELU, LayerNorm, learned positions, output head tied to the token embedding. Residual projections are initialised
+from N(0, 0.02 / sqrt(2 L)), embeddings from N(0, 0.02), everything else as PyTorch does.
 """
 
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ class MethodOutput:
     trace: DepthTrace
     losses: dict[str, Tensor]
     logits: Tensor | None = None
-    """What `hidden` reads out as, where the method had to know."""
+    """Logits of `hidden`, where the method computed them already."""
 
 
 class Block(nn.Module):
@@ -64,11 +64,11 @@ class Block(nn.Module):
         keys: Literal["all", "active"] | Keys = "all",
         gate: Tensor | None = None,
     ) -> Tensor:
-        """h `[batch, time, d]`, or `[n, d]` by `ctx.varlen`, with the tokens of `rows` (none: all) taken through it.
+        """Run the tokens of `rows` (None: all) through the block. h: `[batch, time, d]`, or `[n, d]` with `ctx.varlen`.
 
-        keys: whose keys and values they attend over, everybody's, those of the active tokens alone, or given ones;
-        only in the first two cases do tokens leave keys behind. gate: `[batch, time]`, scales both residual updates
-        (eq. 3 and 4). Under sparse execution nothing else is computed, and without a gradient it may overwrite h.
+        keys: the keys and values they attend over: all tokens', those of the active tokens, or given ones; only in the
+        first two cases do tokens leave keys behind. gate: `[batch, time]`, scales both residual updates (eq. 3 and 4).
+        Under sparse execution nothing else is computed, and without a gradient it may overwrite h.
         """
         if rows is not None and rows.chosen is not None:
             return self._train_chosen(h, ctx, rows.chosen, gate)
@@ -116,10 +116,10 @@ class Block(nn.Module):
     ) -> Rows:
         """The tokens whose score, minus the router's logit, is above the threshold (`inclusive`: or at it).
 
-        `normed`: the router reads what the block's first norm makes of the state, before scale and shift.
+        `normed`: the router reads the state after the block's first norm, before scale and shift.
         """
         limit = Threshold(threshold, ctx.valid, inclusive)
-        if ctx.execution == "sparse":  # the block's inputs and the router read the same states: one pass over them
+        if ctx.execution == "sparse":  # block inputs and router read the same states: one pass
             norm, projection = norm_weights(self.norm_attention), self.attention.kv_weights()
             inputs = block_inputs(h, norm, *projection, router.weights(normed=normed), limit)
             assert inputs.decision is not None
@@ -129,18 +129,18 @@ class Block(nn.Module):
         return Rows(decision.active, decision)
 
     def launch_bound(self, h: Tensor) -> bool:
-        """Whether kernels take everybody's block faster than the library does."""
+        """Whether kernels run the block on all tokens faster than the library does."""
         return launch_bound(h, self.kernel_weights())
 
     def skips_by_kernel(self, h: Tensor) -> bool:
-        """Whether active rows are found on the device, by kernels, and not by the library once gathered."""
+        """Whether kernels find the active rows on the device, instead of library calls on gathered rows."""
         return runs_kernel(h, self.kernel_weights())
 
     def parts(self) -> BlockParts:
         return BlockParts(self.attention.queries, self.attention.out, self.norm_ffn, self.ffn, self.kernel_weights())
 
     def kernel_weights(self) -> BlockWeights | None:
-        """For the kernels; None: they do not serve this block."""
+        """For the kernels; None for a block that they do not support."""
         attention, norm = self.attention, norm_weights(self.norm_ffn)
         query, query_bias = attention.query_weights()
         up, down, activation = self.ffn.kernel_weights()
@@ -193,7 +193,7 @@ class LanguageModel(nn.Module):
         targets: Tensor | None = None,
         thresholds: Tensor | None = None,
     ) -> Output:
-        """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the others as of `Context`."""
+        """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the rest as in `Context`."""
         assert thresholds is None or self.method.decides_by_threshold
         assert cache is None or cache.batch == len(ids), f"{len(ids)} sequences for {cache.batch} slots of the cache"
         time = ids.shape[1]
@@ -213,7 +213,7 @@ class LanguageModel(nn.Module):
         return F.linear(self.norm(hidden), self.embedding.weight if self.head is None else self.head.weight)
 
     def _needed(self, time: int, cache: KVCache | None, valid: Tensor | None) -> int:
-        """Tokens of the longest sequence after this pass, checked; padding takes no room."""
+        """Length of the longest sequence after this pass, checked; padding does not count."""
         if cache is not None:
             needed = cache.needed(time, valid, min(self.config.context, cache.capacity))
         else:
@@ -233,7 +233,7 @@ class LanguageModel(nn.Module):
         valid: Tensor | None = None,
         needed: int = 0,
     ) -> tuple[Context, Tensor]:
-        """And the positions of the tokens, `[time]` or `[batch, time]`."""
+        """The context of this pass, and the positions of the tokens, `[time]` or `[batch, time]`."""
         positions = torch.arange(time, device=device)
         if valid is not None:
             positions = (valid.long().cumsum(1) - 1).clamp(min=0)
@@ -241,24 +241,24 @@ class LanguageModel(nn.Module):
         if cache is not None:
             positions = positions + cache.seen()[:, None]
             window = cache.capacity if cache.fixed else max(needed, 1)
-            if valid is not None:  # where a sequence is full, padding has no position of its own
+            if valid is not None:  # padding after a full sequence has no position
                 positions = positions.clamp(max=min(self.config.context, window) - 1)
             writes = positions if valid is None else torch.where(valid, positions, cache.capacity)
             ctx = replace(ctx, columns=positions, writes=writes, window=window)
         return replace(ctx, positions=positions, rotation=self.positions.rotation(positions)), positions
 
     def entering(self, ids: Tensor, execution: Execution) -> tuple[Tensor, Context]:
-        """What a method is given for whole sequences `ids` `[batch, time]`: the embedded tokens and their context."""
+        """The input of a method for whole sequences `ids` `[batch, time]`: the embedded tokens and their context."""
         ctx, positions = self._context(ids.shape[1], ids.device, execution)
         return self.embedded(ids, positions), replace(ctx, ids=ids)
 
     def forcing(self, decisions: Tensor) -> dict[str, Tensor]:
-        """Arguments of a pass that takes these decisions; as thresholds where it can, as a trained model has them."""
+        """Arguments that force these decisions on a pass; as thresholds where the method has them."""
         return {"thresholds": forced(decisions)} if self.method.decides_by_threshold else {"decisions": decisions}
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether a sparse pass on a GPU asks nothing of the host, so that it can be one graph."""
+        """Whether a sparse pass on a GPU needs no host synchronisation, so that it can be one CUDA graph."""
         if not any(site.routed for site in self.method.sites(keys=1)):
             return True
         blocks = (module for module in self.method.modules() if isinstance(module, Block))

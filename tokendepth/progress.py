@@ -1,13 +1,13 @@
-"""How far a long task is, on stderr: a bar in a terminal, in a log a plain line every five seconds.
+"""Progress of long tasks, on stderr: a bar in a terminal, in a log a plain line every five seconds.
 
     with Progress("evaluating runs/tsa", len(batches), unit="batches") as progress:
         for batch in batches:
             ...
             progress.advance()
 
-A task inside a task is a second bar in a terminal; a log is told of the innermost one. What takes less than five
-seconds leaves nothing in a log, unless it follows another task. A line that is to stay is printed by `console`, which
-knows of the bars.
+A task inside a task is a second bar in a terminal; a log shows the innermost one. A task of less than five seconds
+leaves nothing in a log, unless it follows another task. Lines that must stay are printed by `console`, which knows of
+the bars.
 """
 
 import contextlib
@@ -33,15 +33,15 @@ EVERY_S = 5.0
 console = Console(stderr=True, highlight=False)
 
 _open: list["Progress"] = []
-"""The tasks that are shown, the innermost last."""
+"""The running tasks, the innermost last."""
 _next_line = 0.0
-"""When a log is to hear of them, on the clock `time.monotonic`: of several short tasks as of a long one."""
+"""When the next line is due in a log, by `time.monotonic`; several short tasks count as one long one."""
 
 
 class Progress:
-    """A task of `total` units, or of nobody knows how many; `done` of them before it begins.
+    """A task of `total` units (None: unknown), of which `done` are done before it begins.
 
-    Quiet with `show=False`, and in every rank but the first. Nothing is lost where stderr is gone.
+    Silent with `show=False`, and in every rank but the first. It works without a stderr too.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Progress:
         self.update(self.done + by)
 
     def update(self, done: float | None = None, *, total: float | None = None, note: str | None = None) -> None:
-        """`note`: what is being done, or how well, in a few words."""
+        """`note`: a few words about what is being done, or how well."""
         self.done = self.done if done is None else done
         self.total = self.total if total is None else total
         self.note = self.note if note is None else note
@@ -104,7 +104,7 @@ class Progress:
 
 
 class _Note(ProgressColumn):
-    """Cut short where the terminal is narrow, before anything else is."""
+    """The first column to be cut short in a narrow terminal."""
 
     def __init__(self) -> None:
         super().__init__(Column())
@@ -115,7 +115,7 @@ class _Note(ProgressColumn):
 
 @contextlib.contextmanager
 def _display(*, stays: bool) -> Iterator[Bars | None]:
-    """What shows the open tasks: bars in a terminal, of which the first may stay there, else a thread that prints."""
+    """Show the running tasks: as bars in a terminal (the first may stay there), else by a thread that prints lines."""
     with lenient_stderr():
         if console.is_terminal and not console.is_dumb_terminal:
             columns = (
@@ -126,7 +126,7 @@ def _display(*, stays: bool) -> Iterator[Bars | None]:
                 TimeRemainingColumn(table_column=Column(no_wrap=True)),
                 _Note(),
             )
-            # While bars move, rich would send what is printed to stdout to stderr too, past a file it was meant for.
+            # While bars move, rich would redirect stdout to stderr too, and miss the file that it goes to.
             to_terminal = sys.stdout.isatty()
             with Bars(*columns, console=console, redirect_stdout=to_terminal, transient=not stays) as bars:
                 yield bars
@@ -142,9 +142,9 @@ def _display(*, stays: bool) -> Iterator[Bars | None]:
 
 
 def _print_lines(ended: threading.Event) -> None:
-    """By a thread, so that a step that takes long is no silence."""
+    """In a thread, so that lines appear during a long step too."""
     global _next_line
-    if time.monotonic() > _next_line + EVERY_S:  # the last task is long past
+    if time.monotonic() > _next_line + EVERY_S:  # the last task ended long ago
         _next_line = time.monotonic() + EVERY_S
     while not ended.wait(max(0.0, _next_line - time.monotonic())):
         _open[-1]._print()

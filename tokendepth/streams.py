@@ -1,7 +1,7 @@
 """stdout and stderr that may lose their reader, fill their disk, or be closed from the start.
 
-What is said on stderr is a courtesy: where nobody takes it, it is dropped and the work goes on. What is written to
-stdout is a result: where it cannot be delivered the command ends, without a traceback.
+Messages on stderr are a courtesy: if it cannot be written they are dropped and the work goes on. Output on stdout is a
+result: if it cannot be written the command ends, without a traceback.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from typing import Any, TextIO
 from tokendepth.errors import ReaderGone, UserError
 
 PATIENCE_S = 1.0
-"""A reader of stderr that stands still, such as a pager, holds the work up for no longer than this."""
+"""Seconds that a stalled reader of stderr, such as a pager, may delay the work."""
 
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    """For a whole command: a stderr that never fails, a stdout that fails with ReaderGone or a UserError."""
+    """For a whole command: stderr never fails, stdout fails with ReaderGone or a UserError."""
     _fill_closed_descriptors()
     with contextlib.ExitStack() as replaced:
         for stream, replace in ((sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)):
-            if stream is None:  # print would take the other one in its place
+            if stream is None:  # a closed descriptor
                 replaced.enter_context(replace(replaced.enter_context(open(os.devnull, "w"))))
         if _is_original(sys.stdout, sys.__stdout__):
             replaced.enter_context(contextlib.redirect_stdout(_text(_Stdout, sys.stdout)))
@@ -35,7 +35,7 @@ def standard_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lenient_stderr() -> Iterator[None]:
-    """Inside, no write to stderr fails. One that is not the process's own (a notebook's, a test's) is left alone."""
+    """Inside, no write to stderr fails. A replaced stderr (a notebook's, a test's) is left alone."""
     if _is_original(sys.stderr, sys.__stderr__):
         with contextlib.redirect_stderr(_text(_Stderr, sys.stderr)):
             yield
@@ -44,12 +44,12 @@ def lenient_stderr() -> Iterator[None]:
 
 
 def _fill_closed_descriptors() -> None:
-    """Else the next file to be opened, perhaps a checkpoint, would be what a library takes for stdout or stderr."""
+    """Otherwise the next opened file, perhaps a checkpoint, would get the descriptor of stdout or stderr."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            null = os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor: this one
             os.set_inheritable(null, True)
 
 
@@ -58,7 +58,7 @@ def _is_original(stream: TextIO | None, original: TextIO | None) -> bool:
 
 
 def _text(raw: type[io.FileIO], like: TextIO) -> io.TextIOWrapper:
-    """As `like` is, on the same descriptor, but written by `raw`."""
+    """A text stream like `like`, on the same descriptor, but written by `raw`."""
     assert isinstance(like, io.TextIOWrapper)
     file = raw(like.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
@@ -85,7 +85,7 @@ class _Stdout(io.FileIO):
             try:
                 _write_all(self.fileno(), data, None)
             except OSError as error:
-                self.lost = True  # what is still buffered is flushed at exit, and dropped
+                self.lost = True  # what is still buffered is dropped at exit
                 if error.errno in (errno.EPIPE, errno.EIO):
                     raise ReaderGone from None
                 raise UserError(
@@ -101,5 +101,5 @@ def _write_all(descriptor: int, data: Any, patience: float | None) -> None:
         _, ready, _ = select.select([], [descriptor], [], patience)
         if not ready:
             raise TimeoutError
-        with contextlib.suppress(BlockingIOError):  # somebody else was quicker
-            left = left[os.write(descriptor, left[: select.PIPE_BUF]) :]  # so much does not block
+        with contextlib.suppress(BlockingIOError):  # another writer was faster
+            left = left[os.write(descriptor, left[: select.PIPE_BUF]) :]  # this much never blocks

@@ -18,7 +18,7 @@ class Site:
 
     name: str
     routed: bool
-    """False for a site that every token passes by design, such as the stem."""
+    """False for a site that is always active, such as the stem."""
     always: float
     """Spent on every token, worked on or not: keys and values that others attend to."""
     active: float
@@ -26,9 +26,9 @@ class Site:
     router: float = 0.0
     """Spent on deciding."""
     blocks: int = 1
-    """How many blocks a token passes there: what it counts in token-layer operations."""
+    """Number of blocks at this site: what a token counts in token-layer operations."""
     per_key: float = 0.0
-    """Of `active`, what each key costs a query, where active tokens can be packed into a shorter sequence; else 0."""
+    """The part of `active` that each key costs, if active tokens can be packed into a shorter sequence; else 0."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DepthTrace:
     valid: Any = None
     """`[batch, time]`, False at padding; None where every position holds a token."""
     fewer_keys: Any = None
-    """`[batch]`: how many keys fewer each active token attended over, where active tokens were packed; else None."""
+    """`[batch]`: by how many keys packing shortened each active token's attention; None without packing."""
 
     def totals(self) -> "DepthTotals":
         positions = self.work.shape[1] * self.work.shape[2]
@@ -69,7 +69,7 @@ class DepthTrace:
         return DepthTotals(routed, worked, tokens, flops - narrower, full, blocks, narrower)
 
     def _narrower_rows(self, work: Any) -> float:
-        """FLOPs that attention took less than over all keys."""
+        """FLOPs that packing saved in attention."""
         fewer, per_sequence = self.fewer_keys.tolist(), work.sum(2).tolist()
         return sum(
             site.per_key * sum(n * keys for n, keys in zip(active, fewer, strict=True))
@@ -79,7 +79,7 @@ class DepthTrace:
 
 @dataclass(frozen=True)
 class DepthTotals:
-    """What traces add up to: plain numbers. All depth metrics of the project are defined here and nowhere else."""
+    """Sums over traces, as plain numbers. All depth metrics are defined here and nowhere else."""
 
     routed: tuple[bool, ...]
     work: tuple[float, ...]
@@ -89,9 +89,9 @@ class DepthTotals:
     flops_dense: float
     """FLOPs of the same blocks with every token active and no routers."""
     blocks: tuple[int, ...] = ()
-    """Token-layer operations that a token takes at each site; one, if none are named."""
+    """Token-layer operations of a token at each site; 1 if not given."""
     narrower_rows: float = 0.0
-    """FLOPs saved by attention within packed sequences alone; already taken off `flops`."""
+    """FLOPs that packing saved in attention; already subtracted from `flops`."""
 
     def __add__(self, other: "DepthTotals") -> "DepthTotals":
         assert self.routed == other.routed, "traces of different methods do not add up"
@@ -130,7 +130,7 @@ class DepthTotals:
 
     @property
     def flops_full_rows(self) -> float:
-        """The other convention: FLOPs executed, had every query attended over as many keys as without packing."""
+        """FLOPs executed by the other convention: attention rows as wide as without packing."""
         return self.flops + self.narrower_rows
 
     @property

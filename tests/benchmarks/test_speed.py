@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import BENCHMARKS
 from benchmarks.speed import TARGETS, headline, page
+from tokendepth.cli.main import parse
 from tokendepth.runs.results import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,3 +103,9 @@ def test_two_checkpoints_of_one_name_are_two_lines():
     rows = [row(**shown, checkpoint=name, val_loss=loss, device=name) for name, loss in (("CPU", 1.5), ("GPU", 1.9))]
     _, _, *lines = headline(rows).splitlines()
     assert [line.split(" | ")[2] for line in lines] == ["1.5000", "1.9000"]
+
+
+@pytest.mark.parametrize("command", ["faults", "timings"])
+def test_committed_rows_are_written_only_where_that_is_asked_for(command):
+    assert parse([command], BENCHMARKS).out.parts[0] == "runs"
+    assert parse([command, "--out", "results"], BENCHMARKS).out == Path("results")

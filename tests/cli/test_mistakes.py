@@ -1,10 +1,13 @@
 """Mistakes in the environment, the terminal and the installation: one line each, as for those on the command line."""
 
 import errno
+import itertools
 import os
 import resource
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from benchmarks.__main__ import BENCHMARKS
 from paper.__main__ import PAPER
 from tests.tiny import tiny, write_corpus
 from tokendepth.cli.arguments import Program
+from tokendepth.cli.doctor import EXTRAS
 from tokendepth.cli.main import TOKENDEPTH, main, program
 from tokendepth.config import BudgetConfig
 from tokendepth.errors import Interrupted, UserError
@@ -201,9 +205,11 @@ def without(modules: str, *arguments: str) -> subprocess.CompletedProcess:
     [
         ("matplotlib", ["report", "RUN"], "report"),
         ("jinja2", ["report", "RUN"], "report"),
+        ("matplotlib", ["demo"], "report"),
         ("tokenizers", ["train", "demo.tsa", "--data.tokens", "bpe:300"], "data"),
         ("tokenizers", ["describe", "demo.tsa", "--data.tokens", "bpe:300"], "data"),
         ("tensorboard", ["train", "demo.tsa", "--train.tensorboard"], "tensorboard"),
+        ("ray", ["sweep", "demo.tsa", "--on", "ray"], "cluster"),
     ],
 )
 def test_a_command_names_the_extra_that_it_needs(modules, words, extra, run, tmp_path):
@@ -214,11 +220,15 @@ def test_a_command_names_the_extra_that_it_needs(modules, words, extra, run, tmp
     line = done.stderr.splitlines()[-1]
     assert modules in line.lower()
     assert line.endswith(f"pip install 'tokendepth[{extra}]'")
+    assert not list((tmp_path / "out").rglob("checkpoints")), "it is said before anything is trained"
 
 
 @pytest.mark.slow
 def test_doctor_names_every_extra_that_is_missing():
-    done = without("matplotlib,jinja2,tokenizers,tensorboard,triton", "doctor")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].keys() - {"dev"}
+    assert EXTRAS.keys() == extras
+    done = without(",".join(itertools.chain(*EXTRAS.values())), "doctor")
     assert done.returncode == 0, "an extra is none that is needed"
-    for extra in ("report", "data", "tensorboard", "kernels"):
+    for extra in extras:
         assert f"pip install 'tokendepth[{extra}]'" in done.stdout

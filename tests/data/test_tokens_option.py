@@ -48,7 +48,7 @@ def test_every_kind_is_taken(tokens):
         ("bpe8192", "did you mean 'bpe:N'?"),
         ("byte:256", "no such tokens"),
         ("tokenizer", "did you mean 'tokenizer:PATH'?"),
-        ("my/tokenizer.json", "a tokenizer of yours is named 'tokenizer:my/tokenizer.json'"),
+        ("my/tokenizer.json", "name your own tokenizer as 'tokenizer:my/tokenizer.json'"),
         ("bpe:", "expected a whole number after the colon, as in bpe:8192"),
         ("bpe:many", "expected a whole number after the colon, as in bpe:8192"),
         ("bpe:8k", "expected a whole number after the colon, as in bpe:8192"),

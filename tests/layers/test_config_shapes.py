@@ -21,7 +21,7 @@ REFUSED = {
     "less than no width": ({"head_width": -8}, "model.head_width is -8; expected a number from 0"),
     "an odd rotary width": ({**ROTARY, "head_width": 7}, "model.head_width is 7, an odd number; expected an even one"),
     "an odd rotary quotient": ({**ROTARY, "d_model": 24}, "model.head_width is 3, an odd number"),
-    "stretched learned positions": ({"rope_scaling": "linear"}, "since learned positions are not turned"),
+    "stretched learned positions": ({"rope_scaling": "linear"}, "since learned positions are not rotary"),
     "llama3 of no context": ({**LLAMA3, "rope_original_context": 0}, "expected the context before stretching"),
     "yarn of no context": ({**YARN, "rope_original_context": 0}, "expected the context before stretching"),
     "less than no context": ({**YARN, "rope_original_context": -1}, "model.rope_original_context is -1"),

@@ -9,14 +9,17 @@ import pytest
 
 from paper import contenders, depth, depth_page, spans
 from paper.__main__ import PAPER
-from paper.contenders import CONTENDERS, DENSE, LONG, RATES, SHORT, Contender
+from paper.contenders import CONTENDERS, DECIDERS, DENSE, LONG, RATES, SHORT, Contender
 from paper.grid import Progress
+from paper.pages import render
+from paper.schematic import SCHEMATICS
 from paper.search import ROWS, Search, runs
 from tests.tiny import hashes
 from tokendepth.cli.main import main
 from tokendepth.config import RunConfig, to_dict
 from tokendepth.errors import UserError
-from tokendepth.methods import METHODS, build, outline
+from tokendepth.methods import build, outline
+from tokendepth.report.figures import Drawing
 from tokendepth.report.summary import Stat
 from tokendepth.runs.results import read_rows
 
@@ -57,7 +60,7 @@ def read(folder: Path, rows: list[Any]) -> Search:
 
 
 def test_every_method_gets_the_same_eight_runs():
-    assert {one.method for one in CONTENDERS} == set(METHODS)
+    assert {one.method for one in CONTENDERS} == SCHEMATICS.keys(), "whatever has a page"
     for one in CONTENDERS:
         mine = [config for name, config in runs().items() if name.startswith(f"{one.name}-")]
         assert len(mine) == (12 if one is DENSE else 8)
@@ -220,6 +223,25 @@ def test_two_tables_at_two_costs(searched):
     line = "| Mixture-of-Depths, 0.125, 10 layers | "
     assert f"{line}0.0003 | 2.2100 ± 0.0100 (n=3) | 2.3100 | -4.33% ± 0.02% | better |  | 7,000,000 |" in executed
     assert f"{line}2.2100 ± 0.0100 (n=3) | 2.5100 | -11.95% ± 0.05% | better | 15,000,000 |" in trained
+
+
+def test_the_page_of_span_routing_weighs_its_deciders(searched):
+    """Dense models of the same FLOPs have seven layers: a loss of 2.3, 21e6 FLOPs a token in training, 7 bytes."""
+    rows = long_rows(searched)
+    for row in rows:
+        plain = row["config"]["method"]["name"] == "dense"
+        row["kv_bytes_per_token"] = row["config"]["model"]["n_layer"] if plain else 3.5
+    (searched / depth.ROWS).write_text(json.dumps(rows))
+    found, _ = depth.outcomes(searched)
+    drawing = {"span": [Drawing("name", "caption", b"", b"")]}
+    page = render("<!-- numbers: span -->\nold\n<!-- end -->", [found], drawing).replace("\n  ", " ")
+    good, bad = page.split("**Bad at")
+    for title in DECIDERS.values():
+        line = f"- enwik8, bytes, {title}, 2 + 8 + 2 layers: loss -4.33% ± 0.02%; 0.71 of the training FLOPs; "
+        assert f"{line}0.50 of the keys and values." in good
+    assert "- Nothing that we measured." in bad
+    assert "span by dice" not in good, "a control is neither good nor bad"
+    assert "| enwik8, bytes | span by dice, 2 + 8 + 2 layers | 2.2100 ± 0.0100 (n=3) | 2.3100 |" in bad
 
 
 def test_packed_rows_are_counted_both_ways(searched):

@@ -10,8 +10,8 @@ import pytest
 
 import paper
 import tokendepth.report
+from paper.schematic import SCHEMATICS
 from tests.report.fakes import budget_evaluation, dense_evaluation, metrics, tsa_evaluation
-from tokendepth.config import METHOD_CONFIGS
 from tokendepth.report import build
 from tokendepth.report.page import METHODS, inline
 from tokendepth.report.palette import LOOKS, UNKNOWN, look, row_looks
@@ -39,8 +39,8 @@ def seen(colour: str, eye: str) -> np.ndarray:
     return TO_OKLAB @ np.cbrt(TO_LMS @ rgb)
 
 
-def test_every_method_has_a_colour_of_its_own_and_so_has_the_next_one():
-    colours = [look(method).colour for method in (*METHOD_CONFIGS, "random", "a method to come")]
+def test_every_method_with_a_page_has_a_colour_of_its_own_and_so_has_a_new_one():
+    colours = [look(method).colour for method in (*SCHEMATICS, "random", "a method to come")]
     assert len(set(colours)) == len(colours)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.processes import is_alive, saved_step, trainer, wait_until
 from tests.tiny import hashes, one_line, steady, tiny
-from tokendepth.config import to_dict
+from tokendepth.config import override, to_dict
 from tokendepth.errors import UserError
 from tokendepth.recipes import variants
 from tokendepth.runs.run import Run
@@ -266,6 +266,41 @@ def test_where_no_cluster_runs_it_says_how_to_start_one(tmp_path, monkeypatch):
     assert "(no running instance); start one by `ray start --head`" in one_line(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("resources", "threads", "says"),
+    [
+        (
+            [{"CPU": 2}, {"CPU": 2}],
+            "4",
+            "has no node with 4 CPU (as OMP_NUM_THREADS says, or 1), which a run takes; add one",
+        ),
+        (
+            [{"CPU": 8}, {"GPU": 1}],
+            "",
+            "has no node with 1 CPU (as OMP_NUM_THREADS says, or 1) and 1 GPU, which a run takes",
+        ),
+    ],
+)
+def test_nodes_that_are_too_small_for_a_run_are_named(resources, threads, says, tmp_path, monkeypatch):
+    """The cluster has enough in all, but no single node does."""
+    total = {name: sum(node.get(name, 0) for node in resources) for name in ("CPU", "GPU")}
+    ray = SimpleNamespace(
+        init=lambda **_: None,
+        shutdown=lambda: None,
+        get_runtime_context=lambda: SimpleNamespace(gcs_address="host:6379"),
+        cluster_resources=lambda: total,
+        nodes=lambda: [{"Alive": True, "Resources": node} for node in resources],
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(RayPool, "_check_that_it_answers", lambda self: None)
+    monkeypatch.setattr(cluster_module, "_unreachable", lambda address: "")
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    config = override(tiny(tmp_path), {"train.device": "cuda" if total["GPU"] else "cpu"})
+    with pytest.raises(UserError) as refused, RayPool("host:6379", {"a": config}, None, tmp_path, show=False):
+        pass
+    assert says in one_line(refused.value)
+
+
 @pytest.mark.parametrize("address", ["7", "here", "host:", ":6379", "host:port", "host:70000"])
 def test_a_wrong_address_is_refused(address, tmp_path):
     with pytest.raises(UserError) as refused:
@@ -315,7 +350,7 @@ def test_a_run_that_is_finished_is_waited_for_until_it_is_seen_here(tmp_path, mo
     shutil.rmtree(tmp_path / "run")
     monkeypatch.setattr(cluster_module, "VISIBLE_S", -1)
     assert finished.poll() == 1
-    assert "not to be seen here" in (tmp_path / "run.log").read_text()
+    assert "is not visible here" in (tmp_path / "run.log").read_text()
 
 
 def test_a_run_that_was_lost_with_its_nodes_says_so(tmp_path):

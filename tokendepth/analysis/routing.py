@@ -34,7 +34,7 @@ ORDER = (*CLASSES, *POSITIONS, *FREQUENCIES, *QUARTERS)
 
 
 def measure(run: Run, *, device: str = "auto", tokens: int = TOKENS) -> dict[str, Any]:
-    """Depth by group, its correlation with surprisal, and how much of it is the layer's alone, soft and hard."""
+    """Depth by group, its correlation with surprisal, and how much of it depends on the layer alone; soft and hard."""
     where, dataset = choose_device(device), data.load(run.config.data)
     run.check_corpus(dataset.fingerprint)
     if not isinstance(dataset, TextDataset) or not isinstance(dataset.tokenizer, CharTokenizer):
@@ -46,7 +46,7 @@ def measure(run: Run, *, device: str = "auto", tokens: int = TOKENS) -> dict[str
     with torch.no_grad():
         for inputs, targets in batches(dataset, "val", model.config.context, where, tokens):
             outs = {mode: model(inputs, execution=mode) for mode in modes}
-            # Surprisal under the first mode: soft where there is one, since that is what the router was trained for.
+            # Surprisal under the first mode: soft where there is one, since the router was trained under it.
             logits = outs[modes[0]].logits.float()
             nats.append(F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").cpu().numpy().ravel())
             ids.append(inputs.cpu().numpy().ravel())
@@ -95,7 +95,7 @@ def _summary(gate: np.ndarray, of_token: np.ndarray, of_next: np.ndarray) -> dic
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Spearman's, ties sharing their mean rank; none where one of the two does not vary."""
+    """Spearman's, ties sharing their mean rank; None where one of the two is constant."""
     a, b = _ranks(a), _ranks(b)
     if not a.std() or not b.std():
         return None
@@ -130,7 +130,7 @@ def _classes(text: np.ndarray, dataset: TextDataset) -> np.ndarray:
 
 
 def _positions(text: np.ndarray, dataset: TextDataset) -> np.ndarray:
-    """Where in a word, a run of letters, a character stands; the last one is known by what follows it."""
+    """The place of a character in its word (a run of letters): first, middle, or last, as what follows it shows."""
     letter = _by_type(text, dataset, lambda char: "x" if char.isalpha() else "") == "x"
     before, after = np.roll(letter, 1), np.roll(letter, -1)
     before[0] = after[-1] = False

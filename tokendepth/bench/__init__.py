@@ -1,1 +1,1 @@
-"""Measurements of a machine that go into results/ with device, versions and commit. Never run by the tests."""
+"""Benchmarks of this machine; every row carries device, versions and commit. Never run by the tests."""

@@ -1,9 +1,9 @@
 """What skipping gives on the clock: the forward pass against the best dense run that a user could have had.
 
 Before anything is timed, sparse must equal hard on the very decisions that will be timed. Conditions are interleaved,
-so that drift hits all alike. Routers and compaction run inside the timed region. Whatever is timed is what `compiled`
-makes of the model, on a GPU captured as a graph; dense is the fastest of that, of eager and of our own kernels at full
-activity.
+so that drift hits all alike. Routers and compaction run inside the timed region. What is timed is the model as
+`compiled` returns it, on a GPU captured as a CUDA graph; dense is the fastest of compiled, eager and our own kernels
+with every token active.
 
     efficiency = (speedup - 1) / (ceiling - 1)
 
@@ -41,7 +41,7 @@ from tokendepth.trace import DepthTotals
 
 FRACTIONS = (0.1, 0.25, 0.4, 0.5, 0.6, 0.726, 0.8, 1.0)
 BUDGETS = (0.7, 0.5, 0.4, 0.25)
-"""At which a trained run with a dial is timed."""
+"""The budgets at which a trained run with a dial is timed."""
 REPEATS = {1: 100, 8: 30}
 """On a CPU, by the largest batch that is repeated so often."""
 FEWEST_REPEATS = 5
@@ -61,7 +61,7 @@ SHAPES = {
     "gpt2": Shape(ModelConfig(768, 12, 12, 3072, 1024, 0.0, 50304), (16,)),
     "d1024": Shape(ModelConfig(1024, 24, 16, 4096, 1024, 0.0, 50304), (8,)),
 }
-"""The paper's shape everywhere; the larger ones on a GPU, since they take minutes a pass elsewhere."""
+"""The paper's shape on every device; the larger ones on a GPU only, since a CPU takes minutes a pass."""
 
 Condition = Callable[[], object]
 
@@ -79,7 +79,7 @@ def parse_fractions(text: str | None) -> tuple[float, ...]:
 
 
 def parse_batches(text: str | None) -> tuple[int, ...] | None:
-    """None are those of each shape."""
+    """None stands for each shape's own batch sizes."""
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
@@ -104,9 +104,9 @@ def in_words(row: Row) -> str:
 def measure(
     device_name: str, results: Path, fractions: tuple[float, ...] = FRACTIONS, batches: tuple[int, ...] | None = None
 ) -> Iterator[Row]:
-    """Rows of random decisions at each fraction, each written to results/forward.json as soon as it is known.
+    """Rows of random decisions at each fraction, each written to `results`/forward.json as soon as it is known.
 
-    `batches`, where they are given, are those of every shape.
+    `batches`, if given, replace every shape's own.
     """
     device = choose_device(device_name)
     names = SHAPES if device.type == "cuda" else ("paper",)
@@ -126,7 +126,7 @@ def measure(
 def measure_run(
     path: Path, device_name: str, results: Path, batches_asked: tuple[int, ...] | None = None
 ) -> Iterator[Row]:
-    """Rows of a trained run that decides for itself, on its validation text, beside what it was evaluated to lose.
+    """Rows of a trained run whose own routers decide, on its validation text, with its evaluated loss beside them.
 
     A run with a dial is executed at several budgets.
     """
@@ -165,7 +165,7 @@ def measure_run(
 
 
 def _evaluated(run: Run) -> dict[float | None, dict[str, Row]]:
-    """What each budget that the run is timed at (none: as it is) loses and skips on all of its validation text."""
+    """Loss and skipped work on the whole validation text, by the budget that is timed (None: the run's own)."""
 
     def figures(at: Row, execution: str) -> Row:
         skipped = {f"val_{name}": at[name] for name in ("tlops_skipped", "flops_skipped")}
@@ -183,7 +183,7 @@ def _evaluated(run: Run) -> dict[float | None, dict[str, Row]]:
 
 @torch.no_grad()
 def _decided(model: LanguageModel, ids: Tensor, run: Run, budget: float | None, dataset: Dataset) -> Tensor | None:
-    """What the run decides for this text, in the precision that it was evaluated in; None where nothing decides."""
+    """The run's decisions on this text, in the precision that it was evaluated in; None without routers."""
     if budget is not None:
         calibrate.set_budget(model, run, budget, dataset, show=True)
     trace = model(ids, execution="hard").trace
@@ -192,7 +192,7 @@ def _decided(model: LanguageModel, ids: Tensor, run: Run, budget: float | None, 
 
 
 def write_row(results: Path, row: Row) -> Row:
-    """Into results/forward.json, in the place of one that was measured the same way."""
+    """Write to `results`/forward.json; a row that was measured the same way is replaced."""
     identity = ("benchmark", "shape", "positions", "batch", "asked", "execution", "dtype", "device")
     add_rows(results / "forward.json", [row], identity=identity)
     return row
@@ -203,12 +203,12 @@ def _built(model: ModelConfig, method: Any, device: torch.device) -> LanguageMod
 
 
 def _as_served(model: LanguageModel) -> LanguageModel:
-    """In the precision that whoever wants speed would choose on its device."""
+    """In the fastest precision of its device."""
     return model.bfloat16() if model.norm.weight.is_cuda else model
 
 
 def _random(model: ModelConfig, batch: int, routers: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens, and one number in [0, 1) per decision: active below the fraction, at scattered positions."""
+    """Tokens, and one random number in [0, 1) per decision: a token is active where it is below the fraction."""
     dice = torch.Generator().manual_seed(0)
     ids = torch.randint(model.vocab_size, (batch, model.context), generator=dice)
     return ids.to(device), torch.rand(routers, batch, model.context, generator=dice).to(device)
@@ -218,11 +218,11 @@ def _random(model: ModelConfig, batch: int, routers: int, device: torch.device) 
 def _compared(
     name: str, model: LanguageModel, ids: Tensor, cases: dict[float | None, Tensor | None], *, soft: bool = False
 ) -> list[Row]:
-    """A row for each case of decisions (None: nothing decides), all timed against each other.
+    """A row for each set of decisions (None: no routers), all timed against each other.
 
-    `soft` adds one of the same weights as the paper's gate, with nothing skipped.
+    `soft` adds a row with the same weights and the paper's soft gate, where nothing is skipped.
     """
-    torch.compiler.reset()  # a shape that was met before would make this one's code general, and slower
+    torch.compiler.reset()  # else code compiled for an earlier shape is made general, and slower
     fast = compiled(model)
     conditions: dict[tuple[str, float | None], Condition] = _dense_conditions(model.config, ids)
     baselines = list(conditions)
@@ -283,7 +283,7 @@ def _compared(
 
 
 def _dense_conditions(config: ModelConfig, ids: Tensor) -> dict[tuple[str, float | None], Condition]:
-    """The router-free model in every way to run it that might be the fastest."""
+    """The router-free model in every form that might be the fastest."""
     dense = _built(config, DenseConfig(), ids.device)
     static = torch.compile(dense, dynamic=False)
     found: dict[tuple[str, float | None], Condition] = {
@@ -300,23 +300,23 @@ def _dense_conditions(config: ModelConfig, ids: Tensor) -> dict[tuple[str, float
 
 
 def _at_full_activity(dense: LanguageModel, ids: Tensor) -> Tensor:
-    """A dense model by the kernels that skip, which then skip nothing."""
+    """A dense model run by the skipping kernels with every token active."""
     hidden, ctx = dense.entering(ids, "sparse")
     everyone = Rows(torch.ones_like(ids, dtype=torch.bool))
     for block in (module for module in dense.method.modules() if isinstance(module, Block)):
-        # Where launches decide, the block needs no list of everybody.
+        # Where the block is launch-bound, no list of all tokens is made.
         hidden = block(hidden, ctx, None if block.launch_bound(hidden) else everyone)
     return dense.readout(hidden)
 
 
 def _nothing_skipped(model: LanguageModel, ids: Tensor) -> DepthTotals:
-    """What executing the soft gate costs: a weight of 0.01 is computed as a weight of 1 is."""
+    """What executing the soft gate costs: a token with weight 0.01 costs as much as one with weight 1."""
     trace = model(ids, execution="soft").trace
     return replace(trace, work=torch.ones_like(trace.work)).totals()
 
 
 def _check_equal(sparse: Output, hard: Output) -> None:
-    """A time of something else than the reference says nothing."""
+    """A time means nothing if the result is not the reference's."""
     largest = hard.logits.abs().max()
     error = float((sparse.logits - hard.logits).abs().max() / largest)
     same = bool((sparse.trace.work == hard.trace.work).all())

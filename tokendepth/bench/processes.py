@@ -1,4 +1,4 @@
-"""The same measured by several processes, one after the other: two cores are not worth the same at all times."""
+"""The same benchmark in several processes, one after the other: the speed of two cores varies between processes."""
 
 import json
 import statistics
@@ -15,7 +15,7 @@ from tokendepth.runs.results import Row
 
 
 def measure(words: list[str], count: int, results: Path) -> Iterator[Row]:
-    """Rows of `tokendepth bench forward WORDS` in `count` processes: of each batch size, those of the middle one."""
+    """Rows of `tokendepth bench forward WORDS` in `count` processes: for each batch size, those of the median one."""
     found = []
     with Progress("bench forward", count, unit="processes") as progress:
         for _ in range(count):
@@ -38,7 +38,7 @@ def _measured(words: list[str]) -> list[Row]:
 
 
 def middle(found: list[list[Row]]) -> Iterator[Row]:
-    """`found` are the rows of each process. A row keeps the speedups that all of them had, slowest first."""
+    """`found` are the rows of each process. A row also keeps the speedups of all processes, slowest first."""
     batches = dict.fromkeys((row["shape"], row["batch"]) for row in found[0])
     for batch in batches:
         parts = [[row for row in rows if (row["shape"], row["batch"]) == batch] for rows in found]

@@ -1,5 +1,4 @@
-"""What adaptivity costs in training: the steps of TSA and of early exit against the dense one, interleaved. What
-skipping gains there: the step of budget routing at 0.4. And one whole run."""
+"""Training benchmarks: steps of TSA and early exit against dense ones, steps of budget routing at 0.4, a whole run."""
 
 import itertools
 import statistics
@@ -40,17 +39,17 @@ PAPER_SHAPES: Shapes = {
     "d256 L6 V6064, 64x256": (ModelConfig(context=256, vocab_size=6064, dropout=0.0), 64),
 }
 WIDE_SHAPES: Shapes = {"d768 L12 V50304, 16x1024": (ModelConfig(768, 12, 12, 3072, 1024, 0.0, 50304), 16)}
-"""GPT-2's small one, left out on a CPU, where it takes minutes a step."""
+"""The shape of GPT-2 small; left out on a CPU, where a step takes minutes."""
 DEEP_SHAPES: Shapes = {"d1024 L24 V50304, 8x1024": (ModelConfig(1024, 24, 16, 4096, 1024, 0.0, 50304), 8)}
-"""GPT-2's medium one, for skipping alone: its step takes minutes to compile."""
+"""The shape of GPT-2 medium, for the steps that skip only: it takes minutes to compile."""
 SKIPPING: Methods = {"budget": BudgetConfig(budget=0.4, dial=False, distill=0)}
 
 
 def measure(device_name: str, results: Path) -> Iterator[Row]:
-    """Yield the rows of this device, each written to results/training.json as soon as it is known."""
+    """Yield the rows of this device, each written to `results`/training.json as soon as it is known."""
     device = choose_device(device_name)
     on_gpu = device.type == "cuda"
-    if on_gpu:  # first, while nothing is compiled yet, as a user would find it
+    if on_gpu:  # first, before anything is compiled, as for a user
         yield _written(results, _whole_run(device))
     shapes = PAPER_SHAPES | (WIDE_SHAPES if on_gpu else {})
     yield from measure_steps(shapes, device, results)
@@ -62,7 +61,7 @@ def measure_steps(shapes: Shapes, device: torch.device, results: Path) -> Iterat
     with Progress("bench training: steps", len(shapes), unit="shapes") as progress:
         for shape, (model, batch) in shapes.items():
             methods: Methods = {"tsa": TSAConfig()}
-            if model.vocab_size < 10_000:  # beyond, the logits of every exit do not fit
+            if model.vocab_size < 10_000:  # with more tokens the logits of every exit do not fit in memory
                 methods["early_exit"] = EarlyExitConfig()
             row = _step(shape, model, batch, methods, device)
             yield _written(results, {"benchmark": "training step", "shape": shape, **row})
@@ -70,7 +69,7 @@ def measure_steps(shapes: Shapes, device: torch.device, results: Path) -> Iterat
 
 
 def measure_skipping(shapes: Shapes, device: torch.device, results: Path) -> Iterator[Row]:
-    """What a step gains that works on 0.4 of the tokens."""
+    """The gain of a training step that works on 0.4 of the tokens."""
     with Progress("bench training: steps that skip", len(shapes), unit="shapes") as progress:
         for shape, (model, batch) in shapes.items():
             row = _step(shape, model, batch, SKIPPING, device)
@@ -118,7 +117,7 @@ def _step(shape: str, model: ModelConfig, batch: int, methods: Methods, device: 
 def _whole_run(device: torch.device) -> Row:
     """5,000 Shakespeare steps as a user runs them, validation and checkpoints included.
 
-    What a process does once comes first and is told apart: a run of one step waits for data, CUDA and kernels alike.
+    A run of one step comes first: it takes the start-up of the process (data, CUDA, kernels), reported on its own.
     """
     config = RunConfig(DataConfig("shakespeare"), ModelConfig(), TSAConfig(), TrainConfig(device="cuda"))
     with (

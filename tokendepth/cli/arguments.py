@@ -1,4 +1,4 @@
-"""Answer the mistakes that people make on a command line in one line each, before a parser answers in a box."""
+"""Answer common command-line mistakes in one line each, before the parser answers with a box of text."""
 
 import dataclasses
 import errno
@@ -16,7 +16,7 @@ from tokendepth.recipes import RECIPES, recipe
 
 @dataclass(frozen=True)
 class Program:
-    """What a command line is: `name` is what users type before a command."""
+    """A command-line program; `name` is what users type before a command."""
 
     name: str
     description: str
@@ -26,12 +26,12 @@ class Program:
 Options = list[tuple[str, str | None]]
 
 LONGEST_PATH = 1000
-"""Systems take from 1,024 characters on, and files are to go into it."""
+"""Operating systems allow at least 1,024 characters; the rest is for the files in the folder."""
 TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 def check_names(arguments: list[str], program: Program) -> None:
-    """A UserError for a command or a recipe that does not exist: also one whose --help was asked for."""
+    """A UserError for a command or recipe that does not exist, also when only its --help was asked for."""
     command, *rest = arguments
     if command not in program.commands:
         raise UserError(f"{command!r}: no such command; {did_you_mean(command, program.commands)}")
@@ -40,7 +40,7 @@ def check_names(arguments: list[str], program: Program) -> None:
 
 
 def checked(arguments: list[str], program: Program) -> list[str]:
-    """The arguments in the one form that the parser cannot misread: command, words, options joined to their values.
+    """The arguments in a form that the parser cannot misread: command, words, then options joined to their values.
 
     A UserError for an unknown command, recipe or option, a missing or wrong value, a word too many.
     """
@@ -68,7 +68,7 @@ def checked(arguments: list[str], program: Program) -> list[str]:
 
 
 def _check_characters(arguments: list[str]) -> None:
-    """A shell passes on nothing but what it can encode; another program may."""
+    """A shell passes only text that it can encode; other programs may pass anything."""
     for word in arguments:
         try:
             fits = b"\0" not in os.fsencode(word)
@@ -79,7 +79,7 @@ def _check_characters(arguments: list[str]) -> None:
 
 
 def _flags(hints: dict[str, Any]) -> dict[str, Any]:
-    """Every option with its type; those of a part, such as --data.corpus, by their dotted names."""
+    """Every option with its type; nested ones, such as --data.corpus, by their dotted names."""
     found = {}
     for name, hint in hints.items():
         parts = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
@@ -89,7 +89,7 @@ def _flags(hints: dict[str, Any]) -> dict[str, Any]:
 
 
 def _switches(known: dict[str, Any]) -> dict[str, str]:
-    """The options that take no value; each, and what turns it off (--no-json, --method.no-dial), with its own name."""
+    """Switches (options without a value) and their negations (--no-json, --method.no-dial), each with the switch."""
     on = [name for name, hint in known.items() if hint is bool]
     return {name: name for name in on} | {_off(name): name for name in on}
 
@@ -100,7 +100,7 @@ def _off(switch: str) -> str:
 
 
 def _switches_of_recipes() -> dict[str, str]:
-    """Of all of them: which word is the recipe is known only once the switches are."""
+    """Of all recipes: which word is the recipe is known only once the switches are."""
     return {off: on for name in RECIPES for off, on in _switches(_flags(options(recipe(name)))).items()}
 
 
@@ -197,7 +197,7 @@ def _changes(given: Options) -> dict[str, str]:
 
 
 def _check_words(words: list[str], hints: list[Any], command: str, ask: str) -> None:
-    """No words, one run, one of some names, or any number of runs: whatever the command takes."""
+    """Check the bare words: none, one run, one of some names, or any number of runs, as the command takes them."""
     if "" in words:
         raise UserError(f"{command} was given an empty word; this folder is named by a dot; {ask}")
     kind = typing.get_args(hints[0])[0] if hints else None

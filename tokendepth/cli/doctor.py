@@ -19,6 +19,7 @@ from tokendepth.runs.run import Run
 EXTRAS = {
     "report": ("matplotlib", "jinja2"),
     "data": ("tokenizers",),
+    "cluster": ("ray",),
     "tensorboard": ("tensorboard",),
     "kernels": ("triton",),
 }
@@ -30,7 +31,7 @@ class Finding:
     ok: bool
     detail: str
     needed: bool = True
-    """False for what only an extra or a faster machine has."""
+    """False for what only an extra or a GPU adds."""
 
 
 def examine() -> list[Finding]:
@@ -58,7 +59,7 @@ def _version(package: str) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _sparse_equals_hard(device: torch.device) -> Finding:
-    """The promise everything rests on, on this machine: skipped work changes nothing but the time."""
+    """The central promise, checked on this machine: skipping work changes the time and nothing else."""
     model = ModelConfig(d_model=64, n_layer=4, n_head=4, d_ff=128, context=32, vocab_size=50)
     network = build(RunConfig(model=model, method=TSAConfig())).to(device).eval()
     dice = torch.Generator().manual_seed(0)

@@ -19,7 +19,7 @@ from tokendepth.streams import standard_streams
 COMPLETION = "--tyro-print-completion"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 NARROWEST = 40
-"""Columns. Help is set in boxes that take four; with fewer than five its layout never ends."""
+"""Columns. tyro draws help in boxes that take four; with fewer than five its layout never ends."""
 
 
 def program(name: str, description: str, commands: tuple[type, ...]) -> Program:
@@ -50,7 +50,7 @@ def parse(arguments: list[str], of: Program = TOKENDEPTH) -> Any:
 
 
 def _read(arguments: list[str], of: Program) -> Any:
-    """By tyro, which makes no subcommand of an only command: a command is read by itself."""
+    """Parse with tyro, which makes no subcommand of a single command: so one command is parsed by itself."""
     config = (tyro.conf.CascadeSubcommandArgs,)
     name = next(iter(of.commands)) if len(of.commands) == 1 else arguments[0]
     if name in of.commands:
@@ -69,7 +69,7 @@ def _read(arguments: list[str], of: Program) -> Any:
 @standard_streams()
 def main(arguments: list[str] | None = None, of: Program = TOKENDEPTH) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal cannot show is escaped, as on stderr
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal cannot show, as stderr does
         sys.stdout.reconfigure(errors="backslashreplace")
     if shutil.get_terminal_size().columns < NARROWEST:
         os.environ["COLUMNS"] = str(NARROWEST)
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None, of: Program = TOKENDEPTH) -> None:
             else:
                 parse(arguments, of)()
         finally:
-            sys.stdout.flush()  # here, where it can still be answered that nobody takes it
+            sys.stdout.flush()  # here, where a closed stdout can still be handled
     except ReaderGone as gone:
         sys.exit(gone.exit_code)
     except ReportedByOtherRank:
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None, of: Program = TOKENDEPTH) -> None:
 
 
 def _fault_of_the_machine(error: Exception) -> str | None:
-    """What to say and to do about it; None where it is none."""
+    """The line for a fault of the machine, with its remedy; None for any other error."""
     if line := _too_many_files(error):
         return line
     if isinstance(error, ImportError) and not (error.name or "").startswith("tokendepth"):
@@ -116,7 +116,7 @@ def _fault_of_the_machine(error: Exception) -> str | None:
 
 
 def _too_many_files(error: Exception) -> str | None:
-    """A library may have put what the system said into an error of its own."""
+    """A library may have wrapped the system's error in one of its own."""
     if not any(os.strerror(number) in str(error) for number in (errno.EMFILE, errno.ENFILE)):
         return None
     return "too many files are open; what was saved is intact; allow more and repeat the command: ulimit -n 1024"

@@ -1,4 +1,4 @@
-"""Subword tokens by the `tokenizers` library: byte-level BPE trained on a corpus, or anybody's tokenizer.json.
+"""Subword tokens by the `tokenizers` library: byte-level BPE trained on a corpus, or any tokenizer.json.
 
 A corpus is encoded in segments, so that it never has to be in memory as a whole. Where a segment ends depends on the
 text alone, not on the pieces in which it was read; so the ids do not depend on them either. A segment ends between
@@ -59,10 +59,10 @@ def tokenizers_library() -> types.ModuleType:
 
 @dataclass(frozen=True)
 class BPETokenizer(Tokenizer):
-    """A Hugging Face tokenizer; BPE as a rule, but whatever their library reads will do.
+    """A Hugging Face tokenizer: usually BPE, but any kind that their library reads.
 
-    Text comes back exactly from byte-level ones, as `bpe:N` trains them. Others may drop or change what they have no
-    tokens for; the bytes of a corpus are those of its text in any case.
+    Byte-level ones, as `bpe:N` trains them, decode to exactly the text that was encoded. Others may drop or change what
+    they have no tokens for; bytes of a corpus are always counted in its text.
     """
 
     text: str
@@ -71,24 +71,24 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def from_tree(cls, tree: object) -> "BPETokenizer":
-        """Of a parsed tokenizer.json. A UserError tells the fault alone; the caller adds the file and a remedy."""
+        """From a parsed tokenizer.json. The UserError names the fault only; the caller adds file and remedy."""
         if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
             raise UserError("not a tokenizer.json of Hugging Face: it has no model")
         tokenizer = cls(json.dumps(tree, separators=(",", ":")))
-        _ = tokenizer.vocab_size  # now is the time to find out
+        _ = tokenizer.vocab_size  # raises now, not later
         return tokenizer
 
     @functools.cached_property
     def _library(self) -> Any:
         tree = json.loads(self.text)
-        tree |= {"truncation": None, "padding": None}  # some files cut every text to a length
+        tree |= {"truncation": None, "padding": None}  # some files truncate every text
         tree["model"] = {**tree["model"]}
         if "dropout" in tree["model"]:
             tree["model"]["dropout"] = None  # would make the ids random
         library = tokenizers_library()
         try:
             parsed = library.Tokenizer.from_str(json.dumps(tree))
-        except BaseException as error:  # a panic of the library's is no Exception
+        except BaseException as error:  # a panic in the Rust library is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise UserError(f"not a tokenizer.json of Hugging Face ({_line(error)})") from None
@@ -109,7 +109,7 @@ class BPETokenizer(Tokenizer):
         return self._encode_all([text])[0]
 
     def encode_pieces(self, pieces: Iterable[str]) -> Iterator[tuple[np.ndarray, int]]:
-        """The ids of a long text that comes in pieces, bit by bit, each with the bytes of text that it stands for."""
+        """Encode a long text that comes in pieces: arrays of ids, each with the number of bytes that it stands for."""
         before = ""
         for batch in _batches(segments(pieces), BATCH):
             leads = [before, *(segment[-OVERLAP:] for segment in batch[:-1])]
@@ -153,7 +153,7 @@ class BPETokenizer(Tokenizer):
 
     @functools.cached_property
     def _spellings(self) -> tuple[bytes, ...]:
-        """What each token adds to a text. Some files leave ids out; those add nothing."""
+        """The text of each token. Ids that a file leaves out have none."""
         added = self._library.get_added_tokens_decoder()
         vocabulary = {token: name for name, token in self._library.get_vocab(with_added_tokens=True).items()}
         size = 1 + max(vocabulary, default=-1)
@@ -177,7 +177,7 @@ class BPETokenizer(Tokenizer):
 
     @functools.cached_property
     def _decoder(self) -> str:
-        """The part of the tree that says how tokens are joined, as text."""
+        """The part of the tree that says how tokens are joined, as JSON text."""
         return json.dumps(json.loads(self.text).get("decoder"), ensure_ascii=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class BPETokenizer(Tokenizer):
 
 
 def _byte_spellings() -> dict[str, int]:
-    """How byte-level tokenizers spell bytes: those that print as themselves, the others from U+0100 on."""
+    """How byte-level tokenizers spell bytes: printable ones as themselves, the others from U+0100 on."""
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in prints)
     return {chr(byte): byte for byte in prints} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -198,11 +198,11 @@ BYTE_OF = _byte_spellings()
 
 
 def train_bpe(pieces: Iterable[str], size: int) -> BPETokenizer:
-    """A byte-level BPE of `size` tokens, or of fewer where the text has no more pairs that occur twice.
+    """Train a byte-level BPE of `size` tokens; fewer if no other pair of tokens occurs twice.
 
-    Always the same for the same text: the library counts, and settles ties by the order of the tokens. It reads the
-    first 50 MB, or less once it has seen 5 MB of different words, since its memory grows with those: for most texts
-    it is some ten bytes a byte; for one without spaces, such as Chinese, all words are different.
+    The same text gives the same tokens: the library counts pairs and breaks ties by the order of the tokens. It reads
+    the first 50 MB, or less once it has seen 5 MB of distinct words, since its memory grows with those: about ten bytes
+    per byte of most texts; in a text without spaces, such as Chinese, all words are distinct.
     """
     library = tokenizers_library()
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -237,7 +237,7 @@ def _enough(texts: Iterable[str]) -> Iterator[str]:
 
 
 def segments(pieces: Iterable[str]) -> Iterator[str]:
-    """The text again, cut where its characters say, however the pieces were cut."""
+    """Cut the text at places that depend on its characters alone, not on how the pieces were cut."""
     text = ""
     for piece in pieces:
         text += piece
@@ -251,7 +251,7 @@ def segments(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def _end(text: str, start: int) -> int | None:
-    """Where the segment that begins at `start` ends; None while only more text can tell."""
+    """Where the segment that begins at `start` ends; None if that takes more text to know."""
     limit = start + LONGEST_SEGMENT
     if found := BOUNDARY.search(text, start + SEGMENT, limit):
         return found.start()

@@ -24,21 +24,21 @@ from tokendepth.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 SLOW_BAR_FROM = 2_000_000  # bytes; BPE takes about a second for them
 
 TokenPieces = Generator[tuple[int, np.ndarray, int], None, None]
-"""The number of a split, some ids of it, and the bytes of text that they stand for. In the order of the text."""
+"""Split number, some of its ids, and how many bytes of text they stand for; in the order of the text."""
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """The ids of a corpus, to be written down as they come."""
+    """The ids of a corpus, one array after the other."""
 
     name: str
     """The corpus as the user named it."""
     fingerprint: str
     tokenizer: Tokenizer
     pieces: Callable[[], TokenPieces]
-    """Begins anew with each call."""
+    """Starts from the beginning at each call."""
     tokens: int | None = None
-    """How many there will be, where that is known."""
+    """The number of ids, where it is known beforehand."""
 
 
 Ends = tuple[int, int]
@@ -79,7 +79,7 @@ def char_stream(source: Source, fingerprint: str, train_and_val: Ends | None = N
 
 
 def bpe_stream(source: Source, sha256: str, bpe: BPETokenizer | int, train_and_val: Ends | None = None) -> TokenStream:
-    """With a tokenizer, or with one of so many tokens that is trained on the training split."""
+    """`bpe` is a tokenizer, or the number of tokens of one to train on the training split."""
     with reading(source, f"reading {source.name}") as pieces:
         length = sum(map(len, texts(pieces, source.name)))
     ends = train_and_val or _tenths(length)
@@ -91,7 +91,7 @@ def bpe_stream(source: Source, sha256: str, bpe: BPETokenizer | int, train_and_v
                 for found, size in tokenizer.encode_pieces(part for _, part in parts):
                     yield split, found, size
 
-    # The same text with another tokenizer is other data: a model of the one would read nonsense in the other.
+    # The same text with another tokenizer is different data, so the fingerprint covers both.
     fingerprint = hashlib.sha256(f"{sha256} {tokenizer.sha256}".encode()).hexdigest()
     return TokenStream(source.name, fingerprint, tokenizer, ids)
 
@@ -103,7 +103,7 @@ def _trained(source: Source, size: int, ends: Ends) -> BPETokenizer:
         tokenizer = train_bpe((text for _, text in parts), size)
     if tokenizer.vocab_size < size:
         found = f"tokendepth: bpe:{size} found only {tokenizer.vocab_size} tokens in {source.name!r}"
-        print(f"{found}: no other pair of tokens occurs twice; the vocabulary is as large as that", file=sys.stderr)
+        print(f"{found}: no other pair of tokens occurs twice; so the vocabulary has that size", file=sys.stderr)
     return tokenizer
 
 

@@ -23,7 +23,7 @@ from tokendepth.data.tokenizer import ByteTokenizer, SymbolTokenizer
 from tokendepth.errors import UserError
 from tokendepth.runs.files import open_regular, read_bytes
 
-LARGEST_CORPUS = 10**11  # bytes; by mistake somebody might name a disk image
+LARGEST_CORPUS = 10**11  # bytes; anything larger is probably a disk image named by mistake
 LARGEST_TOKENIZER = 10**8  # bytes; the largest in use have about a third of that
 STDLIB_BYTES = 1_000_000
 # Installed packages, tests, and what reads like tables rather than like code.
@@ -60,7 +60,7 @@ def _load_text(
 
 
 def _tokens(config: DataConfig) -> tuple[str, Callable[..., TokenStream]]:
-    """What tells the tokens from all others, as a part of a file's name; and what makes them."""
+    """A part of a file name that identifies the kind of tokens, and the function that makes them."""
     if config.tokens == "byte":
         return "byte", byte_stream
     if config.tokens == "char":
@@ -92,7 +92,7 @@ def vocab_size(config: DataConfig) -> int:
 
 
 def stdlib_text() -> bytes:
-    """The first megabyte or so of Python's own source, in whole ASCII files: the same for every copy of one version."""
+    """About a megabyte of Python's own source, in whole ASCII files: the same for every copy of a version."""
     root = Path(sysconfig.get_path("stdlib"))
     parts, size = [], 0
     for path in _stdlib_files(root):
@@ -137,7 +137,7 @@ def _text_file(corpus: str) -> Source:
             for piece in read_pieces(file, LARGEST_CORPUS + 1):
                 found += len(piece)
                 yield piece
-        check(found)  # some files of a system never end, whatever their size is said to be
+        check(found)  # some system files never end, whatever size they report
         if not found:
             raise UserError(f"{said}: the file is empty; name a file with text in it")
 

@@ -1,4 +1,4 @@
-"""What every corpus offers: training batches that depend on nothing but the seed and the step, and whole splits."""
+"""What every corpus offers: training batches that depend only on seed and step, and whole splits."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -13,15 +13,15 @@ Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 NO_LOSS = -100
-"""The target of a position on which no loss is taken."""
+"""The target of a position without a loss."""
 
 Batch = tuple[np.ndarray, np.ndarray]
 
 
 def draw(entropy: Sequence[int], count: int, below: int) -> np.ndarray:
-    """`count` whole numbers in [0, below), always the same for the same `entropy`.
+    """`count` integers in [0, below), always the same for the same `entropy`.
 
-    Raw bits, because they are the part of NumPy's generators that may never change between versions.
+    From raw bits, the only output of NumPy's generators that is stable between versions.
     """
     return (np.random.PCG64(entropy).random_raw(count) % np.uint64(below)).astype(np.int64)
 
@@ -29,7 +29,7 @@ def draw(entropy: Sequence[int], count: int, below: int) -> np.ndarray:
 class Dataset(ABC):
     tokenizer: Tokenizer
     fingerprint: str
-    """SHA-256 of what the data is."""
+    """SHA-256 of the data."""
 
     def train_batch(
         self, *, seed: int, step: int, batch_size: int, context: int, rank: int = 0, world: int = 1
@@ -50,12 +50,12 @@ class Dataset(ABC):
         return self._train_examples(picks[rank * share : (rank + 1) * share], context)
 
     def batch_ids(self, *, seed: int, step: int, batch_size: int, context: int) -> np.ndarray:
-        """Which examples a step takes, over all ranks: of a text, the tokens that they begin at."""
+        """The examples of a step, over all ranks; for a text, the index of each one's first token."""
         return draw((seed, step), batch_size, self._train_choices(context))
 
     @abstractmethod
     def _train_choices(self, context: int) -> int:
-        """How many different training examples there are to pick from."""
+        """Number of different training examples to draw from."""
 
     @abstractmethod
     def _train_examples(self, picks: np.ndarray, context: int) -> Batch: ...
@@ -66,7 +66,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def bytes_per_token(self, split: Split, tokens: int | None = None) -> float:
-        """UTF-8 bytes that one token of the split, or of its first `tokens`, stands for on average."""
+        """Mean number of UTF-8 bytes per token of the split, or of its first `tokens`."""
 
     @abstractmethod
     def passage(self, split: Split, length: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Published corpora: a local copy, else a download; either way known by the SHA-256 of its uncompressed content."""
+"""Published corpora: a local copy, else a download; both are checked by the SHA-256 of the uncompressed content."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ class Published:
     """Names of a local copy; the first is that of a download."""
     char_vocabulary: int
     bpe_vocabulary: int
-    """bpe:N has exactly N tokens for every N up to this one; with more, the text may not have so many."""
+    """bpe:N has exactly N tokens up to this N; beyond it the text may not have enough pairs."""
     train_and_val: tuple[int, int] | None = None
     """Where the train and val splits end: in bytes where those are the tokens, else in characters; eight and nine
     tenths unless given."""
@@ -108,7 +108,7 @@ def _from_network(corpus: Published) -> Generator[bytes, None, None]:
     request = urllib.request.Request(corpus.address, headers={"User-Agent": "tokendepth"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            left = corpus.size  # no copy is longer than the content; whatever sends more is not the corpus
+            left = corpus.size  # whatever is longer than the content is not the corpus
             description = f"downloading {corpus.name}"
             with wrap_file(
                 response, total=response.length or left, description=description, console=Console(stderr=True)
@@ -127,11 +127,11 @@ def _from_network(corpus: Published) -> Generator[bytes, None, None]:
 
 
 def _content(corpus: Published, path: Path, *, said: str, remedy: str) -> Generator[bytes, None, None]:
-    """The uncompressed content in pieces; an error at its end where it is not the corpus."""
+    """The uncompressed content in pieces; raises at the end if it was not the corpus."""
     digest = hashlib.sha256()
     try:
         with contextlib.closing(_uncompressed(corpus, path)) as file:
-            for piece in read_pieces(file, corpus.size + 1):  # one byte too many is enough to be told from the corpus
+            for piece in read_pieces(file, corpus.size + 1):  # one byte too many shows that it is not the corpus
                 digest.update(piece)
                 yield piece
     except OSError as error:
@@ -146,7 +146,7 @@ def _content(corpus: Published, path: Path, *, said: str, remedy: str) -> Genera
 
 
 def _uncompressed(corpus: Published, path: Path) -> IO[bytes]:
-    if path.suffix in (".xz", ".zip") and os.stat(path).st_size > corpus.size:  # xz skips zeros without end
+    if path.suffix in (".xz", ".zip") and os.stat(path).st_size > corpus.size:  # xz would skip endless zeros
         raise EOFError(f"{os.stat(path).st_size:,} bytes, more than uncompressed")
     if path.suffix == ".xz":
         return lzma.open(path)

@@ -14,7 +14,7 @@ PIECE = 1 << 20
 """Bytes that are read at once."""
 
 BAR_FROM = 20_000_000
-"""Bytes from which on reading a corpus shows its progress: a slow machine may need some seconds for them."""
+"""Bytes from which reading a corpus shows its progress: a slow machine needs seconds for them."""
 
 Text = TypeVar("Text", str, bytes)
 
@@ -26,7 +26,7 @@ class Source:
     size: int
     """In bytes; for progress bars."""
     pieces: Callable[[], Generator[bytes, None, None]]
-    """Begins anew with each call. What cannot be read is a UserError."""
+    """Starts from the beginning at each call. A read error is a UserError."""
 
     @classmethod
     def of_bytes(cls, name: str, content: bytes) -> "Source":
@@ -43,7 +43,7 @@ class Source:
         return digest.hexdigest()
 
     def expecting(self, sha256: str) -> "Source":
-        """The same, with an error at the end of a pass over bytes that are no longer those of the first pass."""
+        """The same source, which raises at the end of a pass if its bytes have changed since the first pass."""
 
         def pieces() -> Generator[bytes, None, None]:
             digest = hashlib.sha256()
@@ -70,9 +70,9 @@ def read_pieces(file: IO[bytes], most: int) -> Iterator[bytes]:
 def reading(
     source: Source, doing: str, *, most: int | None = None, bar_from: int = BAR_FROM
 ) -> Iterator[Iterator[bytes]]:
-    """One pass over a source, with a progress bar from `bar_from` bytes on; `most`: of which so many will be read.
+    """One pass over a source, with a progress bar from `bar_from` bytes on; at most `most` bytes will be read.
 
-    When the block is left the file is closed and the bar is gone, so that no message gets mixed up with it.
+    When the block ends the file is closed and the bar is removed, so that it does not mix with a message.
     """
     size = source.size if most is None else min(most, source.size)
     with contextlib.ExitStack() as stack:
@@ -101,7 +101,7 @@ def _bar(pieces: Iterator[bytes], size: int, doing: str) -> Iterator[Iterator[by
 
 
 def texts(pieces: Iterable[bytes], name: str) -> Iterator[str]:
-    """UTF-8 decoded piece by piece; a UserError names the first byte that is none."""
+    """UTF-8 decoded piece by piece; a UserError names the first byte that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     pieces = iter(pieces)
     place = 0  # of the first byte that is not decoded yet
@@ -110,7 +110,7 @@ def texts(pieces: Iterable[bytes], name: str) -> Iterator[str]:
         try:
             text = decoder.decode(piece, last)
         except UnicodeDecodeError as error:
-            for _ in pieces:  # a source that turns out to be the wrong one says so at its end, and that explains more
+            for _ in pieces:  # a wrong source raises at its end, which explains more
                 pass
             raise UserError(
                 f"data.corpus {name!r} is not UTF-8: byte {place + error.start} is {error.object[error.start]:#04x}; "

@@ -2,7 +2,7 @@
 
 A corpus is two files. The ids (`.npy`) are written first, as they come, and the index (`.json`), which holds their
 SHA-256, last; so an interrupted write leaves nothing that would be taken for tokens, and a damaged file is noticed and
-rebuilt. Nothing is synced to the disk: what a crash cuts short, the checksums find. Ids are read by a memory map.
+rebuilt. Nothing is synced to the disk: the checksums find what a crash cut short. Ids are memory-mapped.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that takes the place of `path` once it is whole. Any number of processes may do so at once."""
+    """A file to write that replaces `path` once it is complete. Any number of processes may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left_overs(path)
     part = path.with_name(f".tmp-{uuid.uuid4().hex}-{path.name}")
@@ -60,7 +60,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _remove_left_overs(path: Path) -> None:
-    """Delete what killed processes left of `path`. What is young may belong to a process at work."""
+    """Delete what killed processes left of `path`; recent files may belong to a process that is still writing."""
     for part in path.parent.glob(f".tmp-*-{path.name}"):
         with contextlib.suppress(OSError):
             if time.time() - part.stat().st_mtime > LEFT_OVER_AFTER_S:
@@ -68,12 +68,12 @@ def _remove_left_overs(path: Path) -> None:
 
 
 def load_tokens(key: str, name: str) -> TextDataset | None:
-    """The corpus kept under `key`, its ids memory-mapped; None where there is none, or none that is whole."""
+    """The corpus cached under `key`, its ids memory-mapped; None if there is none, or it is damaged."""
     ids_path, index_path = _paths(key)
     try:
         stored = read_bytes(index_path)
     except OSError:
-        return None  # not there, or out of reach: then `keep_tokens` says so
+        return None  # not there, or not readable: then `keep_tokens` says so
     try:
         index = _opened(json.loads(stored))
         if index["version"] != CACHE_VERSION:
@@ -100,7 +100,7 @@ def load_tokens(key: str, name: str) -> TextDataset | None:
 
 
 def keep_tokens(key: str, stream: TokenStream) -> TextDataset:
-    """Write the ids down for this time and the next. A cache that cannot be written costs one line, not the run."""
+    """Write the ids to the cache. If it cannot be written, a line says so and the ids stay in memory."""
     ids_path, index_path = _paths(key)
     try:
         with replacing(ids_path) as file:

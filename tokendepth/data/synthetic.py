@@ -13,7 +13,7 @@ from tokendepth.data.tokenizer import BOS, EOS, SEP, SPECIALS, SYMBOLS, SymbolTo
 from tokendepth.errors import UserError
 
 EXAMPLES = {"train": 10_000, "val": 1_000, "test": 1_000}
-"""All different, which takes a source of at least 3: 28 symbols make 784 of length 2, 21,952 of length 3."""
+"""All distinct, so sources need a length of at least 3: 28 symbols make 784 of length 2, 21,952 of length 3."""
 
 _STREAM = 20  # fixed, because the data must be the same for every seed of a run
 

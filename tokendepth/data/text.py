@@ -1,4 +1,4 @@
-"""TextDataset: one long row of token ids, cut into train, val and test."""
+"""TextDataset: one long array of token ids, split into train, val and test."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -48,8 +48,8 @@ class TextDataset(Dataset):
 
     def bytes_per_token(self, split: Split, tokens: int | None = None) -> float:
         ids = self.split_ids(split)
-        # Of a whole split the text was counted; of a part of it the tokens' spellings are.
-        if tokens is None or tokens >= len(ids) - 1:  # its first token is nobody's target
+        # The bytes of a whole split are known; those of a part are summed over its tokens.
+        if tokens is None or tokens >= len(ids) - 1:  # the first token is never a target
             return self.split_bytes[SPLITS.index(split)] / len(ids)
         return float(self._byte_lengths[ids[1 : tokens + 1]].mean())
 
@@ -75,12 +75,12 @@ def _shifted(sequences: np.ndarray) -> Batch:
 
 
 def check_length(name: str, tokens: Sequence[int]) -> None:
-    """A UserError where one of the splits, of so many tokens each, is too short to be of use."""
+    """A UserError if one of the splits, given their numbers of tokens, is too short."""
     fewest, total = min(tokens), sum(tokens)
     if fewest >= SHORTEST_SPLIT:
         return
     found, expected = f"{total} tokens", SHORTEST_CORPUS
-    if total >= SHORTEST_CORPUS:  # BPE makes one token of many characters here and of few there
+    if total >= SHORTEST_CORPUS:  # BPE tokens differ in length, so one split may get very few
         split = SPLITS[tokens.index(fewest)]
         found, expected = f"{fewest} token{'' if fewest == 1 else 's'} in its {split} split", SHORTEST_SPLIT
     raise UserError(f"data.corpus {name!r} is too short: {found}; expected at least {expected}; take a longer text")

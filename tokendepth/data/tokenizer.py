@@ -57,7 +57,7 @@ class Tokenizer(ABC):
 
 
 class TextStream:
-    """Tokens to text as they come. Bytes of a character that is not whole yet wait for the next token."""
+    """Decode tokens one at a time. Bytes of an incomplete character wait for the next token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -67,13 +67,13 @@ class TextStream:
         return self._utf8.decode(self.tokenizer.token_bytes(token))
 
     def end(self) -> str:
-        """What still waits: the replacement character, or nothing."""
+        """The rest: a replacement character if the last character is incomplete, else nothing."""
         return self._utf8.decode(b"", final=True)
 
 
 @dataclass(frozen=True)
 class CharTokenizer(Tokenizer):
-    """One token a character; `chars` are in ascending order and the place of each is its id."""
+    """One token per character; `chars` are in ascending order and the index of each is its id."""
 
     chars: str
     kind: ClassVar[str] = "char"
@@ -90,7 +90,7 @@ class CharTokenizer(Tokenizer):
         try:
             return [self._ids[char] for char in text]
         except KeyError as missing:
-            remedy = f"is none of the corpus's {self.vocab_size}; leave it out, or train with --data.tokens byte"
+            remedy = f"is not among the corpus's {self.vocab_size}; leave it out, or train with --data.tokens byte"
             raise no_token(text, text.index(missing.args[0]), remedy) from None
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -108,7 +108,7 @@ class CharTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class ByteTokenizer(Tokenizer):
-    """One token a byte of UTF-8."""
+    """One token per byte of UTF-8."""
 
     kind: ClassVar[str] = "byte"
 
@@ -118,7 +118,7 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         try:
-            # Bytes of a command line that are not UTF-8 arrive as lone surrogates; this gives them back as they were.
+            # Command-line bytes that are not UTF-8 arrive as lone surrogates; this turns them back into the bytes.
             return list(text.encode("utf-8", "surrogateescape"))
         except UnicodeEncodeError as error:
             raise no_token(text, error.start, "is half a surrogate pair, not a character; leave it out") from None
@@ -150,7 +150,7 @@ class SymbolTokenizer(Tokenizer):
         while position < len(text):
             token = self._token.match(text, position)
             if token is None:
-                remedy = f"is no symbol; expected 0-9, a-r or one of {' '.join(SPECIALS)}; leave it out"
+                remedy = f"is not a symbol; expected 0-9, a-r or one of {' '.join(SPECIALS)}; leave it out"
                 raise no_token(text, position, remedy)
             ids.append(self._spellings.index(token[0]))
             position = token.end()
@@ -219,7 +219,7 @@ def _printable(char: str) -> str:
 
 
 def printable_bytes(spelling: bytes) -> str:
-    """Bytes that are no character by themselves are told by number: \\xe2."""
+    """Bytes that are not a whole character are shown by number: \\xe2."""
     return "".join(map(_printable, spelling.decode("utf-8", "backslashreplace")))
 
 

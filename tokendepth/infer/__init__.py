@@ -1,1 +1,1 @@
-"""A trained model at work: text, the fastest form to run it in, and when to skip."""
+"""Running a trained model: generating text, compiling for speed, choosing when to skip."""

@@ -1,7 +1,7 @@
 """Which execution is faster here: skipping, or running the same weights densely? Measured once, then remembered.
 
-Skipping pays from some share of skipped tokens on, and where that lies depends on the machine and the shape. A profile
-of both is taken the first time a shape is met on a machine (a second or so) and kept in the cache folder.
+Skipping pays once enough tokens are skipped; how many depends on the machine and the shape. Both are timed the first
+time a shape is met on a machine (a second or so), and the profile is kept in the cache folder.
 """
 
 import dataclasses
@@ -38,13 +38,12 @@ def choose(
 ) -> Choice:
     """`sparse` where it is expected to be faster at this active fraction, else `hard`: the same result, densely.
 
-    With nothing to skip `sparse` can be faster too: on a GPU its kernels are others.
-    Ask for the model in the form that will run: compiled, where it is to be. A profile that is not `remembered` is
-    taken anew.
+    Even with nothing to skip `sparse` can be faster: on a GPU it runs other kernels. Pass the model in the form that
+    will run, such as compiled. `remembered=False` takes the profile again.
     """
     own_kernels = model.norm.weight.is_cuda and model.norm.weight.dtype in LOW_PRECISION
     if not any(site.routed for site in model.method.sites(keys=1)) and not own_kernels:
-        return Choice("hard", "nothing decides here, so there is nothing to skip")
+        return Choice("hard", "this model has no routers, so there is nothing to skip")
     profile = _profile(model, batch, time_steps, remembered)
     hard, sparse = profile["hard_ms"], _interpolated(profile["sparse_ms"], active_fraction)
     words = f"{sparse:.2f} ms sparse and {hard:.2f} ms dense at active fraction {active_fraction:.2f}, batch {batch}"
@@ -75,7 +74,7 @@ def _profile(model: LanguageModel, batch: int, time_steps: int, remembered: bool
 
 
 def _kept(path) -> dict[str, Any]:
-    """What is there and as it was written; what is not is only measured anew."""
+    """The stored profiles; none if the file is missing or damaged: they are then measured again."""
     try:
         tree, is_sealed = read_sealed(path, VERSION)
     except UserError:

@@ -1,4 +1,4 @@
-"""The form of a model that runs fastest."""
+"""Compile a model for inference."""
 
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -13,32 +13,32 @@ from tokendepth.runs.machine import keep_freed_memory
 def compiled(model: LanguageModel) -> LanguageModel:
     """The same model, compiled whole, skipping included: for inference, under `torch.no_grad()`.
 
-    The first pass of a kind of execution or shape takes some ten seconds. On a CPU weights are packed for their
-    products, and what a pass frees stays with the process; on a GPU nothing waits for the host, so that a pass can be
-    captured as a graph.
+    The first pass of each execution and shape takes some ten seconds. On a CPU the weights are packed for matrix
+    products, and the process keeps the memory that a pass frees; on a GPU nothing waits for the host, so that a pass
+    can be captured as a CUDA graph.
     """
     if model.norm.weight.is_cuda:
         return cast(LanguageModel, torch.compile(model, dynamic=False))
     keep_freed_memory()
-    # The number of active rows stays a symbol; else compaction would break the graph in every block.
+    # Keep the number of active rows symbolic; else compaction would break the graph in every block.
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
-    # Every model has code of its own, in every execution.
+    # Each model is compiled separately, for each execution.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return cast(LanguageModel, Packed(model))
 
 
 class Packed(nn.Module):
-    """A model whose weights are constants to the compiler, which lays them out as products want them.
+    """A model whose weights are constants to the compiler, which packs them for matrix products.
 
-    Thresholds are not: they are given anew at every pass, so that a budget can be set at any time. Weights that have
-    changed are packed again, but not those of a model in training, whose optimiser writes past them (`.data`).
+    Thresholds are passed in at every call, so that a budget can be set at any time. Changed weights are packed again,
+    unless they were changed through `.data`, as optimisers do: that leaves no trace.
     """
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         self.original = model
-        # With sizes that may vary, the compiler takes the library that packs for any number of rows.
-        self._run = (torch.compile(model, dynamic=True),)  # in a tuple, since it is no part of its own
+        # With dynamic sizes the compiler uses the library that packs weights for any number of rows.
+        self._run = (torch.compile(model, dynamic=True),)  # in a tuple, so that it is not registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Output:
         import torch._inductor.config as inductor

@@ -23,8 +23,8 @@ Ids = Tensor | Sequence[int]
 class TextModel(nn.Module):
     """A trained model that is called on text or on ids.
 
-    `network` is the `LanguageModel` itself, `tokenizer` turns text into ids and back. An ordinary module: `.to("cuda")`
-    and `.bfloat16()` do what they always do.
+    `network` is the `LanguageModel` itself, `tokenizer` turns text into ids and back. It is an ordinary torch module:
+    `.to("cuda")` and `.bfloat16()` work as usual.
 
     >>> model = td.load("runs/tsa")
     >>> out = model("def depth(token):")
@@ -63,7 +63,7 @@ class TextModel(nn.Module):
         return self.network(ids, execution=execution, **({} if valid.all() else {"valid": valid}))
 
     def batch(self, inputs: Texts | Ids) -> tuple[Tensor, Tensor]:
-        """Ids `[batch, time]` on the model's device, and which of them are no padding."""
+        """Ids `[batch, time]` on the model's device, and which of them are not padding."""
         device = self.network.norm.weight.device
         if isinstance(inputs, Tensor):
             ids = inputs.to(device) if inputs.dim() == 2 else inputs.to(device)[None]

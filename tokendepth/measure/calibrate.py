@@ -1,4 +1,4 @@
-"""Thresholds for a budget, found on training text: whatever a model is judged by, they have never seen it."""
+"""Thresholds for a budget, found on training text, never on the text that a model is evaluated on."""
 
 import contextlib
 import math
@@ -21,20 +21,20 @@ from tokendepth.runs.shapes import is_number
 
 FIRST_TOKENS, FEWEST_WINDOWS, MOST_TOKENS = 2**15, 32, 2**19
 WANTED_ERROR = 0.003
-"""Of a routed block's share of active tokens, one standard error: so many windows are looked at as that takes in the
-block whose windows differ most, up to the most.
+"""The standard error that each routed block's share of active tokens may have: windows are added until every block is
+within it, up to the maximum.
 
-How many depends on the text. Windows of plays are much alike; those of an encyclopaedia, with its tables and foreign
-words, are not: 128 of 256 characters put the share anywhere from 0.39 to 0.43 where 0.40 is asked for.
+How many that takes depends on the text. Windows of plays are much alike; those of an encyclopaedia, with its tables and
+foreign words, are not: 128 windows of 256 characters give a share between 0.39 and 0.43 where 0.40 is asked for.
 """
 AT_ONCE = 2**14
-"""Tokens: what a block makes of more would not fit everywhere."""
+"""Tokens; the states of more would not fit into every machine's memory."""
 SEED = 2**31
-"""No training run may have this one, so calibration draws windows of its own."""
+"""A seed that no training run can have, so calibration draws its own windows."""
 VERSION = 2
-"""Of calibration.json; 2 is sealed."""
+"""Version of calibration.json; from 2 on it is sealed."""
 TOLERATED = 0.05
-"""Of the share of active tokens on another text: by more than this it is not the budget that was asked for."""
+"""A share of active tokens further than this from the budget is reported."""
 
 
 def calibrate(
@@ -47,7 +47,7 @@ def calibrate(
 ) -> None:
     """Set the thresholds of `model` so that `budget` (its own, if none is named) holds on training text.
 
-    `roughly` is for a look in passing: the first windows, whatever the text. `show` tells how far it is.
+    `roughly` uses the first windows only, for a quick look. `show` prints progress.
     """
     dial, context = model.method.dial(model.config, model.method.config), model.config.context
     if dial is None or not dial.calibrated:
@@ -71,7 +71,7 @@ def calibrate(
 
 @contextlib.contextmanager
 def _shown(model: LanguageModel, title: str, ids: Tensor, *, show: bool) -> Iterator[None]:
-    """How far `calibrate_on` is: it runs every block once for every part of the text."""
+    """Progress of `calibrate_on`, which runs every block once for every part of the text."""
     blocks = [module for module in model.method.modules() if isinstance(module, Block)]
     passes = len(blocks) * len(ids.split(_at_once(ids)))
     with Progress(title, passes, unit="passes of a block", show=show) as progress, contextlib.ExitStack() as hooks:
@@ -100,7 +100,7 @@ def _at_once(ids: Tensor) -> int:
 def set_budget(
     model: LanguageModel, run: Run, budget: float, dataset: Dataset | None = None, *, show: bool = False
 ) -> None:
-    """Execute the model of `run` at `budget`: by the thresholds that were kept for it, else by new ones."""
+    """Set the model of `run` to `budget`: with the thresholds stored for it, else with new ones."""
     check(run, budget)
     kept = _kept(run).get(f"{budget:g}")
     if kept is None:
@@ -112,12 +112,12 @@ def set_budget(
 
 
 def off_budget(budget: float, share: float, tokens: int) -> str | None:
-    """One line where the share of active tokens in a text is not the budget that was asked for: why."""
+    """One line that explains why the share of active tokens in a text differs from the budget; None if it does not."""
     if abs(share - budget) <= TOLERATED:
         return None
     return (
         f"budget {budget:g} was asked for, but {share:.3f} of these {tokens:,} tokens were active: thresholds hold the "
-        "budget on average over training text; this text scores differently, and a short one scatters"
+        "budget on average over training text; this text scores differently, and short texts vary more"
     )
 
 
@@ -129,13 +129,13 @@ def check(run: Run, budget: float) -> None:
 
 
 def has_budget(config: RunConfig) -> bool:
-    """Whether a model of this config is executed at a share of its tokens that can be named."""
+    """Whether a model of this config can be executed at a given share of its tokens."""
     dial = dial_of(config)
     return dial is not None and dial.calibrated
 
 
 def keep(model: LanguageModel, run: Run, budget: float) -> None:
-    """Write the model's thresholds into the run, so that it can be executed at `budget` where its corpus is not."""
+    """Store the model's thresholds in the run, so that it can be executed at `budget` without its corpus."""
     thresholds = {**_kept(run), f"{budget:g}": model.method.thresholds}
     write_sealed(run.path / "calibration.json", {"version": VERSION, "thresholds": thresholds})
 

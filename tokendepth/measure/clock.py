@@ -1,4 +1,4 @@
-"""Times that can be compared: conditions in turn, so that drift hits all alike, and nothing left running on a GPU."""
+"""Comparable times: conditions take turns, so that drift hits all alike, and the GPU is idle before each."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ Name = TypeVar("Name", bound=Hashable)
 WARM_UP = 3
 """Rounds."""
 SHORTEST_MS = 2.0
-"""Of a measurement of graphs: around one of 0.2 ms the host takes 20 us to begin it and to notice its end."""
+"""Shortest measurement of CUDA graphs: the host takes 20 us to launch one and notice its end, much beside 0.2 ms."""
 
 
 def interleaved(
@@ -28,10 +28,10 @@ def interleaved(
     graphs: bool = False,
     progress: Progress | None = None,
 ) -> dict[Name, list[float]]:
-    """Milliseconds of every condition, round by round through all of them; the first rounds are not counted.
+    """Milliseconds of every condition; each round runs all of them in turn, and the first rounds are not counted.
 
-    With `graphs`, on a GPU, a short condition is called several times on end, and a time is their mean: what `captured`
-    returns asks nothing of the host, so nothing of one call hides in another. `progress` hears of every round.
+    With `graphs`, on a GPU, a short condition is called several times in a row and a time is their mean: calls that
+    `captured` returns need nothing from the host, so they do not overlap. `progress` advances every round.
     """
     several = graphs and device.type == "cuda"
     calls = dict.fromkeys(conditions, 1)
@@ -49,7 +49,7 @@ def interleaved(
 
 
 def _timed(condition: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Milliseconds of one of so many calls."""
+    """Mean milliseconds of a call."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -67,12 +67,12 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def captured(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """On a GPU `function` as one graph launch, as whoever wants speed would run it; elsewhere as it is."""
+    """On a GPU, `function` captured as a CUDA graph; elsewhere `function` itself."""
     if device.type != "cuda":
         return function
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is made lazily must not be captured
+    with torch.cuda.stream(side):  # lazy initialisations must not be captured
         for _ in range(3):
             function()
     torch.cuda.current_stream().wait_stream(side)

@@ -1,4 +1,4 @@
-"""What a config amounts to before anything is trained: parameters, FLOPs per token, memory."""
+"""Size and cost of a config before anything is trained: parameters, FLOPs per token, memory."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ TRAINING_BYTES = 16
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
-    """Needs no corpus where its vocabulary is known, and no memory for the model."""
+    """Allocates no model, and reads no corpus where the size of the vocabulary is known."""
     vocabulary = config.model.vocab_size or data.vocab_size(config.data)
     config = replace(config, model=replace(config.model, vocab_size=vocabulary))
     model = outline(config)
@@ -39,7 +39,7 @@ def describe(config: RunConfig) -> dict[str, Any]:
 
 
 def check_fits(config: RunConfig, device: torch.device) -> None:
-    """A UserError where not even the weights and moments can be held: a system may kill whoever asks for too much."""
+    """A UserError if not even weights, gradients and moments fit: a system may kill whoever asks for too much."""
     count = sum(p.numel() for p in outline(config).parameters())
     needed, there = TRAINING_BYTES * count, memory_bytes(device)
     if needed > there:

@@ -40,9 +40,9 @@ class Measured:
 def batches(
     dataset: Dataset, split: Split, context: int, device: torch.device, tokens: int | None = None
 ) -> Iterator[Batch]:
-    """The split, in an order and in sizes that do not depend on how the model was trained.
+    """The split in batches whose order and size do not depend on how the model was trained.
 
-    All of it, or of its beginning at least `tokens`.
+    The whole split, or at least the first `tokens` of it.
     """
     seen = 0
     for inputs, targets in dataset.windows(split, context, max(1, min(16384, tokens or 16384) // context)):
@@ -98,11 +98,10 @@ def evaluate(
     tokens: int | None = None,
     show: bool = False,
 ) -> dict[str, Any]:
-    """Everything `eval.json` holds. Written into the run by the caller, so that asking does not change a run.
+    """Everything `eval.json` holds. The caller writes it, so that evaluating does not change a run.
 
     `budget` executes a budget-routed run at another budget than its own; `curve` executes a run at every point of its
-    dial, budgets or the thresholds of exits. `tokens` takes the beginning of the split instead of all of it. `show`
-    tells how far it is.
+    dial: budgets, or thresholds of exits. `tokens` takes only the beginning of the split. `show` prints progress.
     """
     with Progress(f"evaluating {run.path}", unit="tokens", show=show) as progress:
         return _evaluate(run, split, device, timing, budget, curve, tokens, progress)
@@ -170,7 +169,7 @@ def _evaluate(
         }
 
     def point_controls() -> dict[str, Any]:
-        """The same weights executed otherwise, such as exits that are read with every token computed to the end."""
+        """The same weights executed in another way, such as exits with every token computed to the last block."""
         found: dict[str, Any] = {}
         for name, attributes in model.method.point_controls.items():
             with _overriding(model.method, attributes):
@@ -182,10 +181,10 @@ def _evaluate(
     if routed:
         measured = {execution: executed(execution) for execution in ("hard", "sparse")}
         measured["soft"] = executed("soft") if model.method.has_soft else measured["hard"]
-    else:  # nothing decides, so the three are one computation
+    else:  # without routers the three are one computation
         measured = dict.fromkeys(EXECUTIONS, executed("sparse"))
     sparse = measured["sparse"].depth
-    # Rounding can tip a router that stands on its threshold; how often it did is part of the result.
+    # Rounding can flip a decision at its threshold; how often it did is part of the result.
     flips = sum(int((h != s).sum()) for h, s in zip(decided["hard"], decided["sparse"], strict=True)) if routed else 0
     return {
         "version": EVALUATION_VERSION,
@@ -217,13 +216,13 @@ def _evaluate(
 
 
 def has_curve(config: RunConfig) -> bool:
-    """Whether one trained model of this config is meant to be executed at several costs."""
+    """Whether a trained model of this config can be executed at several costs."""
     dial = dial_of(config)
     return dial is not None and dial.trained
 
 
 def execute_at(model: LanguageModel, run: Run, at: float, dataset: Dataset) -> None:
-    """Set what the model of a run with a dial spends: its budget, or the threshold above which tokens exit."""
+    """Set the dial of a run's model: its budget, or the threshold above which tokens exit."""
     if calibrate.has_budget(run.config):
         calibrate.set_budget(model, run, at, dataset)
     else:
@@ -260,20 +259,17 @@ def _figures(measured: Measured, dataset: Dataset, config: RunConfig, split: Spl
 
 
 def _full_rows(depth: DepthTotals) -> dict[str, float]:
-    """FLOPs by the other convention, where a method packs its tokens: attention rows as wide as the context."""
+    """FLOPs by the other convention, for a method that packs tokens: attention rows as wide as the context."""
     return {"flops_per_token_full_rows": depth.flops_full_rows / depth.tokens} if depth.narrower_rows else {}
 
 
 def _controls_of(model: LanguageModel) -> list[str]:
-    """Is it the router that matters? The same weights with dice in its place, and with untrained routers.
-
-    And whatever control the method names itself.
-    """
+    """Does the router matter? Random decisions, the method's own controls, and untrained routers; same weights."""
     routers = model.method.routers()
     if not routers:
         return []
     names = ["random_decisions_hard", *model.method.controls]
-    if any(len(list(router.parameters())) for router in routers):  # else there is nothing to train
+    if any(len(list(router.parameters())) for router in routers):  # else training changed nothing
         names += ["untrained_router_soft", "untrained_router_hard"]
     return names
 
@@ -324,7 +320,7 @@ def time_forward(model: LanguageModel, config: RunConfig, ids: Tensor, *, batch:
 
 @torch.no_grad()
 def _passage(model: LanguageModel, dataset: Dataset, split: Split, device: torch.device) -> dict[str, Any]:
-    """Decisions on real text, token by token, for heat maps."""
+    """Decisions on validation text, token by token, for heat maps."""
     ids = torch.tensor(dataset.passage(split, model.config.context), device=device)[None]
     soft, hard = (model(ids, execution=e) for e in ("soft", "hard"))
     nats = F.cross_entropy(soft.logits[0, :-1].float(), ids[0, 1:], reduction="none").tolist()

@@ -1,8 +1,8 @@
-"""Count the FLOPs that are really dispatched: 2 x multiply-adds of matrix products, attention over its full square.
+"""Count the FLOPs that are dispatched: 2 x multiply-adds of matrix products, attention over its full square.
 
-PyTorch's stock counter knows no CPU attention and returns 0 for it. Here every attention op has a formula, and a matrix
-product or a custom op without one is an error: nothing runs uncounted. What an attention kernel computes a second time
-in its backward pass is left out: it differs from kernel to kernel, and is no part of the method.
+PyTorch's own counter has no formula for CPU attention and returns 0 for it. Here every attention op has a formula, and
+a matrix product or a custom op without one is an error: nothing runs uncounted. What an attention kernel recomputes in
+its backward pass is left out: it differs between kernels and is not part of the method.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """From shapes: scores and their weighted sum, for every head of queries, also where several share keys and values.
+    """From shapes: scores and weighted sum, for every query head, also where heads share keys and values.
 
     A causal kernel may skip half of the square; the convention counts all of it.
     """
@@ -34,13 +34,13 @@ def _attention_backward(_: Any, q: Any, k: Any, v: Any, *__: Any, out_shape: Any
     return 2 * _attention(q, k, v)
 
 
-# The other attention ops are in the stock registry, or (the math fallback) are composed of `bmm`, which is.
+# PyTorch has formulas for the other attention ops, and for `bmm`, which the math fallback is made of.
 FORMULAS = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 
-# By the name of the op. Kernels whose name says nothing are custom ops, and those are known by their namespace.
+# Matched against the op's name. Custom ops are recognised by their namespace instead.
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "ger", "addr", "linear", "matmul"}
 
 
@@ -56,8 +56,8 @@ class _NothingUncounted(TorchDispatchMode):
 
 
 def count_flops(function: Callable[[], object], *, gradients: bool = False) -> int:
-    """The FLOPs that `function()` dispatches; without `gradients` none are recorded, so none can be computed."""
-    # The innermost mode is asked first: the counter decomposes and counts, the guard sees what it passes on.
+    """The FLOPs that `function()` dispatches; without `gradients` it runs under no_grad."""
+    # The innermost mode sees an op first: the counter decomposes and counts, the guard sees what is left.
     with (
         torch.set_grad_enabled(gradients),
         _NothingUncounted(),
@@ -68,7 +68,7 @@ def count_flops(function: Callable[[], object], *, gradients: bool = False) -> i
 
 
 def training_flops(config: RunConfig) -> float:
-    """FLOPs per token of a training step, forward and backward, at the config's whole context; AdamW has no products.
+    """FLOPs per token of a training step at full context: forward and backward (AdamW has no matrix products).
 
     Counted on one sequence of a fresh model without dropout: no method's training cost depends on weights or text.
     """

@@ -33,9 +33,9 @@ METHODS: dict[str, type[Method]] = {
 
 
 def build(config: RunConfig, spellings: Sequence[bytes] | None = None) -> LanguageModel:
-    """The untrained model of `config` on the CPU: the same seed gives the same weights; no one else's RNG is moved.
+    """The untrained model of `config` on the CPU. The same seed gives the same weights; the global RNG is untouched.
 
-    spellings: what each token adds to a text (`Tokenizer.spellings`), where it is to be trained on one.
+    spellings: the text of each token (`Tokenizer.spellings`), for methods that decide by it.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.train.seed)
@@ -46,11 +46,11 @@ def build(config: RunConfig, spellings: Sequence[bytes] | None = None) -> Langua
 
 
 def outline(config: RunConfig) -> LanguageModel:
-    """The model of `config` in shapes alone: it takes no memory, however large it is."""
+    """The model of `config` on the meta device: shapes without memory."""
     with torch.device("meta"):
         return build(config)
 
 
 def dial_of(config: RunConfig) -> Dial | None:
-    """At which costs one trained model of `config` can be executed; None: at one."""
+    """The costs at which a trained model of `config` can be executed; None if there is only one."""
     return METHODS[method_name(config.method)].dial(config.model, config.method)

@@ -58,7 +58,7 @@ class ACT(Method):
             if self.halting is not None and step < self.steps - 1:
                 h = torch.sigmoid(self.halting(hidden))
                 goes_on, again = self._goes_on(step, running, left - h, ctx)
-                # By its own rule h is below what is left; where decisions are given it may not be.
+                # The halting rule keeps h below what is left; decisions from outside may not.
                 weight = torch.where(again, torch.minimum(h, left), left)
             remainder = remainder + left * (running & ~again)
             weight = weight * running
@@ -69,9 +69,9 @@ class ACT(Method):
         return MethodOutput(output, trace, {"ponder": self.ponder_cost * ponder})
 
     def _step(self, step: int, hidden: Tensor, ctx: Context, running: Tensor) -> Tensor:
-        """S for the running tokens; the state of the others stays as it is, for the others to attend to."""
+        """S for the running tokens; halted tokens keep their state, which others still attend to."""
         signalled = hidden + self.signal.weight[step]
-        rows = Rows(running) if ctx.execution == "sparse" else None  # else the line below chooses
+        rows = Rows(running) if ctx.execution == "sparse" else None  # else the line below selects
         stepped = self.block(signalled, replace(ctx, layer=step), rows)
         return torch.where(running[..., None], stepped, hidden)
 

@@ -19,11 +19,11 @@ class Dial:
     """How one trained model is executed at several costs."""
 
     name: str
-    """What is set, as eval.json and tables call it."""
+    """Its name in eval.json and in tables."""
     points: tuple[float, ...]
-    """The values of a quality-over-cost curve."""
+    """The values at which a curve of quality over cost is drawn."""
     own: float
-    """What it is executed at unless told otherwise."""
+    """The default value."""
     calibrated: bool = False
     """Whether a value is a share of tokens, reached by thresholds that are found on training text."""
     trained: bool = True
@@ -40,17 +40,17 @@ class Method(nn.Module):
     """
 
     has_soft = True
-    """Whether soft execution weighs what hard execution skips; else soft is hard, and has no figures of its own."""
+    """Whether soft execution weights what hard execution skips; if not, soft is the same as hard."""
     decides_by_threshold = True
-    """Whether every decision is a score above a threshold, so that thresholds can be given to a pass."""
+    """Whether every decision compares a score with a threshold, so that a pass can be given thresholds."""
     one_decision = False
-    """Whether its routed sites are one decision: of what is given for each of them, the first is taken."""
+    """Whether all routed sites share one decision; of decisions given for each, the first is used."""
     skips_on_device = False
-    """Whether sparse execution asks nothing of the host where kernels serve."""
+    """Whether sparse execution needs no host synchronisation where kernels run."""
     batch_statistic: str | None = None
-    """What training takes over a micro-batch as a whole: then its gradient depends on accumulation and ranks."""
+    """A statistic that training takes over a whole micro-batch; the gradient then depends on accumulation and ranks."""
     controls: Mapping[str, Mapping[str, Any]] = {}
-    """Other ways to execute the same weights under hard, for a control: by name, attributes to set meanwhile."""
+    """Controls that execute the same weights under hard: by name, the attributes to override meanwhile."""
     point_controls: Mapping[str, Mapping[str, Any]] = {}
     """The same, for every point of a curve."""
 
@@ -67,7 +67,7 @@ class Method(nn.Module):
 
     @property
     def cache_layers(self) -> int:
-        """How many sets of keys and values a `KVCache` for this method has to hold."""
+        """Number of layers of keys and values that a `KVCache` for this method needs."""
         return self.model.n_layer
 
     def routers(self) -> Sequence[nn.Module]:
@@ -75,38 +75,39 @@ class Method(nn.Module):
         return []
 
     def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
-        """What each token adds to a text, for a method that decides by it: told before training, kept as a buffer."""
+        """Receive the text of each token before training, for methods that decide by it; kept as a buffer."""
 
     # -- operating points
 
     @classmethod
     def dial(cls, model: ModelConfig, config: Any) -> Dial | None:
-        """At which costs one model of these configs can be executed; None: at one."""
+        """The costs at which a model of these configs can be executed; None if there is only one."""
         return None
 
     def set_point(self, value: float) -> None:
-        """Execute at this value of the dial; of one that is `calibrated`, `calibrate` does."""
+        """Set the dial to this value; a `calibrated` dial is set by `calibrate` instead."""
         raise NotImplementedError
 
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
-        """Set the thresholds so that `share` of the tokens of `parts`, each `[batch, time, d]` and used up, is active.
+        """Set the thresholds so that `share` of the tokens of `parts`, each `[batch, time, d]`, is active.
 
-        Returns how much of every sequence was active, `[sequence]`, or `[decision, sequence]` where there are several.
+        May overwrite `parts`. Returns the active share of every sequence, `[sequence]`, or `[decision, sequence]` where
+        there are several decisions.
         """
         raise NotImplementedError
 
     def live_thresholds(self) -> Tensor | None:
-        """`[routed site]`: those that may be set after the model was compiled."""
+        """`[routed site]`: thresholds that may change after the model was compiled."""
         return None
 
     @property
     def thresholds(self) -> list[float]:
-        """What `calibrate` has set, by number."""
+        """The thresholds that `calibrate` has set."""
         live = self.live_thresholds()
         return [] if live is None else live.tolist()
 
     def set_thresholds(self, values: list[float]) -> None:
-        """Set again what `thresholds` was after `calibrate`."""
+        """Restore thresholds that `thresholds` returned."""
         raise NotImplementedError
 
     # -- for methods
@@ -129,7 +130,7 @@ def balance_and_z(logits: Tensor, choice: Tensor, ctx: Context) -> tuple[Tensor,
 
 
 def everyone(hidden: Tensor) -> Tensor:
-    """The work of a site that takes every token."""
+    """The work of a site where every token is active."""
     return torch.ones(hidden.shape[:2], device=hidden.device)
 
 

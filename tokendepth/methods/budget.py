@@ -29,9 +29,9 @@ from tokendepth.trace import Site
 
 CURVE = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 GOLDEN_RATIO = 0.6180339887
-"""Its multiples, less what is whole, are spread evenly."""
+"""The fractional parts of its multiples are spread evenly over [0, 1)."""
 SMALLEST_DRAW = 0.15
-"""Below the smallest budget that the dial promises, so that it is not at the edge of what was trained."""
+"""Below the smallest budget of the dial, so that no budget is at the edge of the trained range."""
 
 
 class BudgetBlock(ExactBuffers, Block):
@@ -45,7 +45,7 @@ class BudgetBlock(ExactBuffers, Block):
         self.register_buffer("threshold", torch.tensor(0.0 if self.router else 1 - config.budget))
 
     def halt(self, hidden: Tensor) -> Tensor:
-        """`[batch, time]`, the lower the sooner active."""
+        """`[batch, time]`: halting logits; the lowest are active first."""
         assert self.router is not None
         return self.router(without_scale(self.norm_attention, hidden))
 
@@ -57,7 +57,7 @@ class BudgetBlock(ExactBuffers, Block):
         return Rows(decide(-dice, threshold, ctx.valid).active)
 
     def execute(self, hidden: Tensor, ctx: Context, rows: Rows) -> Tensor:
-        # What an active token keeps of its updates is the router's only way to learn what its decisions are worth.
+        # The router learns only through the gate on active tokens' updates.
         return self(hidden, ctx, rows, gate=rows.keep if self.router else None)
 
 
@@ -79,8 +79,8 @@ class Budget(Method):
     # -- evaluation
 
     def _execute(self, hidden: Tensor, ctx: Context) -> MethodOutput:
-        """With fixed thresholds. Soft is hard here: there is no execution in which a skipped token counts."""
-        entering = None if self.learned else ctx.spare(hidden)  # what dice are thrown with
+        """With fixed thresholds. Soft equals hard here: a skipped token never contributes."""
+        entering = None if self.learned else ctx.spare(hidden)  # random numbers are made from it
         hidden = self.blocks[0](hidden, ctx)
         work, routed = [everyone(hidden)], self._routed()
         thresholds = ctx.thresholds([block.threshold for block in routed])
@@ -92,10 +92,10 @@ class Budget(Method):
 
     @torch.no_grad()
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
-        """Block by block, since who is active in one decides what the next one sees."""
+        """Block by block, since the decisions of one change the input of the next."""
         active = []
         entering = None if self.learned else list(parts)
-        for n, part in enumerate(parts):  # one in the place of the other: together they may fill a machine
+        for n, part in enumerate(parts):  # in place: two copies may not fit in memory
             parts[n] = self.blocks[0](part, ctx)
         for number, block in enumerate(self._routed()):
             if entering is None:
@@ -133,7 +133,7 @@ class Budget(Method):
                 full = torch.arange(own.numel(), halt.numel(), device=own.device)
                 rows = ChosenRows.at(torch.cat([own_rows, full]), halt.numel())
                 taken = rows.chosen.view(hidden.shape[:2])
-                if ctx.valid is not None:  # rows beyond those that the real tokens make up change nothing
+                if ctx.valid is not None:  # rows beyond the share of the real tokens change nothing
                     weight = weight * torch.cat([active, torch.ones_like(halt[batch:])])
                 hidden = block(hidden, passes, Rows(taken, chosen=rows), gate=weight)
             else:
@@ -149,9 +149,9 @@ class Budget(Method):
         return MethodOutput(hidden[:batch], trace, self._full_budget_losses(logits, full_logits, ctx), logits)
 
     def _at_budget(self, scores: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The tokens above the batch's quantile as places, always as many, and as 1 of `[batch, time]`.
+        """The tokens above the batch's quantile: as a fixed number of places, and as a 0/1 mask `[batch, time]`.
 
-        With padding fewer tokens are taken than there are places; those that are left over are not active.
+        With padding there are more places than active tokens; tokens at the remaining places are not active.
         """
         count = scores.numel() - round((1 - self.budget) * scores.numel())
         if valid is not None:
@@ -174,7 +174,7 @@ class Budget(Method):
         divergence = F.kl_div(own, full.detach(), log_target=True, reduction="none").sum(-1)
         if ctx.targets is None:
             return {"distillation": self.distill * ctx.mean(divergence.view(logits.shape[:2]))}
-        counted = (ctx.targets.flatten() >= 0).float()  # elsewhere no loss is taken
+        counted = (ctx.targets.flatten() >= 0).float()  # positions with a loss
         distillation = self.distill * (divergence * counted).sum() / counted.sum()
         return {"distillation": distillation, "full_budget": F.nll_loss(full, ctx.targets.flatten())}
 
@@ -210,9 +210,9 @@ class Budget(Method):
 
 
 def quantile(scores: Tensor, level: float | Tensor, valid: Tensor | None = None) -> Tensor:
-    """The number that the share `level` of all `scores` does not exceed; `level` may be a column, one a sequence.
+    """The number that the share `level` of all `scores` does not exceed; `level` may be a column, one per sequence.
 
-    Scores that are not `valid` are none.
+    Scores that are not `valid` do not count.
     """
     level, count = torch.as_tensor(level, device=scores.device), scores.numel()
     if valid is not None:
@@ -223,17 +223,17 @@ def quantile(scores: Tensor, level: float | Tensor, valid: Tensor | None = None)
 
 
 def between(scores: Tensor, level: float) -> Tensor:
-    """As `quantile`, but midway to the next score: no token is so near that another rounding decides about it."""
+    """As `quantile`, but midway to the next score, so that rounding does not change a decision."""
     lower = quantile(scores, level)
     upper = torch.where(scores > lower, scores, torch.inf).min()
     middle = torch.where(upper.isinf(), lower, (lower + upper) / 2)
-    return torch.where(middle < upper, middle, lower)  # neighbours among the numbers have no middle
+    return torch.where(middle < upper, middle, lower)  # adjacent floats have no number between them
 
 
 def _dice(entering: Tensor, decision: int, ctx: Context) -> Tensor:
-    """Pseudo-random numbers in [0, 1) that say nothing of use, yet are the same however the sequence is batched.
+    """Pseudo-random numbers in [0, 1) that carry no useful signal, the same however the sequence is batched.
 
-    They are digits of the embedded token. Rotary positions are not in it, so that they are added here.
+    They are digits of the embedded token. Rotary positions are not part of the embedding, so they are added here.
     """
     digits = entering[..., decision % entering.shape[-1]].float().abs() * 1e4
     if ctx.rotation is not None and ctx.positions is not None:

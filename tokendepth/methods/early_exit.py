@@ -1,4 +1,4 @@
-"""Early exit: a token leaves at the first block whose answer is good enough, and passes the rest unchanged.
+"""Early exit: a token leaves at the first block whose prediction is good enough, and skips the rest.
 
 Two papers in one file. The baseline of the TSA paper leaves by *confidence*: after every block the head is read,
 and a token whose largest probability exceeds the threshold takes that answer. The Depth-Adaptive Transformer (Elbayad
@@ -16,8 +16,7 @@ never disturbs what they learn.
 A token that has left goes on costing its keys and values, which each later block projects anew from the carried state,
 as in the Depth-Adaptive Transformer; the TSA paper does not say what it did. Confidence costs the head after each block
 that a token runs, and the last of these reads is its answer; learned halting costs one product per block, and the head
-once. What a token has left is left out once, by the sites of the trace: the stem is a site of its own and in no
-fraction.
+once. The stem is a site of its own and counts in no active fraction.
 """
 
 import torch
@@ -33,7 +32,7 @@ from tokendepth.model import Block, MethodOutput
 from tokendepth.trace import Site
 
 NEVER = 1.0
-"""The threshold that no probability exceeds."""
+"""A threshold that no probability exceeds."""
 
 
 class Confidence(nn.Module):
@@ -50,14 +49,14 @@ class EarlyExit(Method):
     def __init__(self, model: ModelConfig, config: EarlyExitConfig) -> None:
         super().__init__(model, config)
         self.knobs, self.by_confidence = config, config.exit == "confidence"
-        self.skips_on_device = not self.by_confidence  # the head is read for as many tokens as go on
+        self.skips_on_device = not self.by_confidence  # reading the head needs the number of tokens that go on
         self.blocks = nn.ModuleList(Block(model, layer) for layer in range(model.n_layer))
-        # Off, a token that left is computed on and only its answer is kept: how the TSA paper may have counted. By
-        # confidence alone: a halting unit would ask the state that went on.
+        # Off, tokens that left are still computed and only their answer is kept, as the TSA paper may have done. For
+        # confidence only: a halting unit would read the state that was computed on.
         self.freezes = True
         self.point_controls = {"read_early": {"freezes": False}} if self.by_confidence else {}
         self.exit: Confidence | HaltingUnit | None = None
-        if model.n_layer > 1:  # with a single block there is nothing to leave out
+        if model.n_layer > 1:  # a single block has nothing to skip
             self.exit = Confidence() if self.by_confidence else HaltingUnit(model.d_model)
         self.threshold = _threshold(config)
 
@@ -73,10 +72,10 @@ class EarlyExit(Method):
         work = [everyone(hidden)]
         for block, threshold in zip(later, ctx.thresholds([0.0] * len(later)), strict=True):
             assert self.exit is not None
-            # Who has left carries the same state and answer on, so it is told the same at every later block.
+            # A token that left keeps its state and answer, so every later block decides the same about it.
             certainty = self.exit(hidden).sigmoid() if logits is None else self.exit(logits)
             active = ctx.real(self.threshold - certainty >= threshold)
-            # Where tokens that left are not frozen, all are computed.
+            # If tokens that left are not frozen, all tokens are computed.
             hidden = block(hidden, ctx, Rows(active) if self.freezes or ctx.execution == "sparse" else None)
             if logits is not None and ctx.execution == "sparse":
                 logits = logits.masked_scatter(active[..., None], self._read(hidden[active], ctx))
@@ -101,7 +100,7 @@ class EarlyExit(Method):
             return MethodOutput(hidden, trace, {})
         logits = torch.stack([self._read(state, ctx) for state in states])
         likelihood = _log_likelihood(logits, ctx.targets)
-        counted = (ctx.targets >= 0).float()  # elsewhere no loss is taken
+        counted = (ctx.targets >= 0).float()  # positions with a loss
         per_exit = -(likelihood * counted).sum((1, 2)) / counted.sum()
         # The task's loss is that of the last exit; with this it is the mean over all of them.
         losses = {"exits": per_exit.mean() - per_exit[-1]}
@@ -131,7 +130,7 @@ class EarlyExit(Method):
 
     @classmethod
     def dial(cls, model: ModelConfig, config: EarlyExitConfig) -> Dial | None:
-        if model.n_layer < 2:  # one block has nothing to leave
+        if model.n_layer < 2:  # a single block has nothing to skip
             return None
         points = PAPER_THRESHOLDS if config.exit == "confidence" else HALTING_THRESHOLDS
         return Dial("threshold", (NEVER, *points), _threshold(config))
@@ -147,7 +146,7 @@ def _threshold(config: EarlyExitConfig) -> float:
 def oracle_exit(scores: Tensor, penalty: float, smoothing: float) -> Tensor:
     """`[exit, batch, time] -> [batch, time]`: the exit n of highest score - penalty * n, the earliest of equals.
 
-    `smoothing` is the sigma of exp(-|t - t'|^2 / sigma), by which the scores of neighbours are summed; 0 is without.
+    `smoothing` is the sigma of the kernel exp(-|t - t'|^2 / sigma) that sums the scores of neighbours; 0 is off.
     """
     if smoothing:
         place = torch.arange(scores.shape[2], device=scores.device, dtype=scores.dtype)
@@ -157,7 +156,7 @@ def oracle_exit(scores: Tensor, penalty: float, smoothing: float) -> Tensor:
 
 
 def exit_distribution(halting: Tensor) -> Tensor:
-    """log q `[exit, ...]` from the halting logits `[exit - 1, ...]`: the last exit takes who has not left."""
+    """log q `[exit, ...]` from the halting logits `[exit - 1, ...]`: the last exit takes the tokens that are left."""
     certain = torch.zeros_like(halting[:1])
     stayed = torch.cat([certain, F.logsigmoid(-halting).cumsum(0)])
     return stayed + torch.cat([F.logsigmoid(halting), certain])

@@ -28,7 +28,7 @@ from tokendepth.trace import Site
 
 
 class ThinkingBlock(Block):
-    """A block and what its thinking steps have of their own."""
+    """A block with the routers and parameters of its thinking steps."""
 
     def __init__(self, model: ModelConfig, layer: int, config: ITTConfig) -> None:
         super().__init__(model, layer)

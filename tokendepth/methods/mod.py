@@ -10,7 +10,7 @@ The C highest of a whole sequence cannot be known before it ends, so the top-k i
 selected where a logit of its own is above 0 (probability 0.5). `decides` names the paper's two ways to train that logit
 by binary cross-entropy, with "was among the top k" as the target: `router` takes r itself, which moves what the
 language model learns; `predictor` is a small network on the state, from which no gradient flows back. The share of
-tokens selected in evaluation is therefore learned, not held: the trace tells what it came to.
+tokens selected in evaluation is therefore learned, not fixed: the trace reports it.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from tokendepth.trace import Site
 
 
 class Selector(nn.Module):
-    """The router's weights and, where it does not decide itself, a predictor of who will be among the top k."""
+    """The router and, unless it decides itself, a predictor of which tokens will be among the top k."""
 
     def __init__(self, d_model: int, decides: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Selector(nn.Module):
 
 
 class MoDBlock(Block):
-    """A block and what selects its tokens."""
+    """A block and the selector of its tokens."""
 
     def __init__(self, model: ModelConfig, layer: int, config: MoDConfig) -> None:
         super().__init__(model, layer)
@@ -110,9 +110,9 @@ class MoD(Method):
 
 
 def among_site(block: Block, name: str, keys: int, *, router: float = 0.0) -> Site:
-    """A block for selected tokens only: one that is not selected costs the decision, and not even key and value.
+    """A site for selected tokens only: the others cost the decision and nothing else, not even key and value.
 
-    Keys of the others are masked, not packed away, so that a selected token attends over as many columns as ever.
+    Keys of the others are masked, not removed, so that a selected token attends over the full number of columns.
     """
     site = block.site(name, keys, routed=True)
     return Site(name, True, always=0.0, active=site.always + site.active, router=router)
@@ -127,12 +127,12 @@ def decision_loss(logit: Tensor, active: Tensor, ctx: Context) -> Tensor:
 
 @dataclass(frozen=True)
 class Selected:
-    """As many tokens of every sequence, taken out as a shorter one."""
+    """A fixed number of tokens of every sequence, gathered as a shorter sequence."""
 
     places: Tensor
     """`[batch, k]`, in their original order."""
     there: Tensor | None
-    """`[batch, k]`: which of them are selected; the rest fill up sequences that have padding. None: all are."""
+    """`[batch, k]`: which of them are selected; the rest are filler in sequences with padding. None: all are."""
 
     def take(self, hidden: Tensor) -> Tensor:
         """Their rows, `[batch, k, d]`."""
@@ -160,15 +160,15 @@ class Selected:
 
 
 def share_of(capacity: float, time: int) -> int:
-    """How many tokens a capacity is: known from the shape alone, so that nothing is asked of the device."""
+    """The number of tokens of a capacity; from shapes alone, so that the device is not asked."""
     return max(1, round(capacity * time))
 
 
 def top_k(scores: Tensor, capacity: float, ctx: Context, of: tuple[int, Tensor | None] | None = None) -> Selected:
     """The highest of each row of `scores` `[batch, n]`: the share `capacity` of the tokens of its sequence.
 
-    `of`: how long the sequences are and which of their tokens are valid, where they are longer than `scores`. Padding
-    is no token: it is not selected, and a share is one of the real tokens.
+    `of`: length of the whole sequences and which of their tokens are valid, if they are longer than `scores`. Padding
+    is never selected, and the share is one of the real tokens.
     """
     scores, (time, valid) = scores.detach(), of or (scores.shape[1], ctx.valid)
     k = share_of(capacity, time)

@@ -90,7 +90,7 @@ class MoR(Method):
         return hidden, work, {}
 
     def _train_expert_choice(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        """Top-k of those that are still in; only they are computed."""
+        """Top-k of the tokens that are still in; only they are computed."""
         batch, time = hidden.shape[:2]
         still_in = Selected(torch.arange(time, device=hidden.device).expand(batch, -1), ctx.valid)
         kept: list[Keys] = []
@@ -99,7 +99,7 @@ class MoR(Method):
             rows, own = still_in.take(hidden), still_in.context(ctx)
             logit = router(rows)
             if recursion:
-                share = 1 - recursion / self.recursions  # of all tokens, taken from those that are still in
+                share = 1 - recursion / self.recursions  # of all tokens; chosen among those that are still in
                 chosen = top_k(logit, share, own, of=(time, ctx.valid))
                 losses.append(decision_loss(logit, chosen.as_mask(logit), own))
                 still_in, rows = still_in.among(chosen), chosen.take(rows)
@@ -151,7 +151,7 @@ class MoR(Method):
         return hidden
 
     def _keys_of(self, block: Block, hidden: Tensor, ctx: Context) -> Keys:
-        """What every token leaves behind, for all recursions."""
+        """Keys and values of every token, shared by all recursions."""
         weights = block.attention.kv_weights()
         return block.attention.leave_keys(F.linear(block.norm_attention(hidden), *weights), ctx)
 
@@ -178,5 +178,5 @@ class MoR(Method):
         return 2 + (layers // self.knobs.recursions if self.knobs.kv == "shared" else layers)
 
     def routers(self) -> list[nn.Module]:
-        """Those that decide: in the first recursion of expert choice there is nothing to."""
+        """The routers that decide; expert choice decides nothing in its first recursion."""
         return list(self.recursion_routers) if self.by_token else list(self.recursion_routers)[1:]

@@ -1,4 +1,4 @@
-"""Switch Transformer (Fedus et al. 2022): every other feed-forward network is several, of which each token takes one.
+"""Switch Transformer (Fedus et al. 2022): in every other block each token takes one of several feed-forward networks.
 
     p(x) = softmax(W_r x),   i = argmax p(x),   y = p_i(x) E_i(x)                                            (eq. 1, 2)
 
@@ -9,14 +9,14 @@ share of tokens sent to expert i and P_i its mean probability (eq. 4 to 6), and 
 paper adds up the losses of its switched blocks. Here each is their mean, so that a weight means the same at any depth:
 with n switched blocks, 1/n of the paper's.
 
-Whose tokens are counted is open to the implementer. Here every sequence is a group of its own, and its tokens are those
-of the model's whole context. The paper's groups span a batch; then a token's result would depend on its neighbours in
-the batch, and on how long the text will become. So one rule serves training and evaluation, and it is causal: whether
-there is room depends on the tokens before. A `capacity_factor` as large as `experts` drops nothing.
+Over which tokens capacity is counted is up to the implementer. Here every sequence is a group of its own, with as many
+tokens as the model's whole context. The paper's groups span a batch; then a token's result would depend on the other
+sequences in the batch, and on how long the text becomes. So one rule serves training and evaluation, and it is causal:
+whether there is room depends on earlier tokens. A `capacity_factor` as large as `experts` drops nothing.
 
-All experts cost the same, so which one a token takes is no depth. The one depth decision is the overflow: the site of a
-switched block is its feed-forward network, and a token that found no room was not worked on there. Attention and router
-run for every token. Hard execution computes the expert of every token, also of those that are then dropped.
+All experts cost the same, so the choice of expert is not a choice of depth. Only overflow is: the site of a switched
+block is its feed-forward network, and a token that found no room was not worked on there. Attention and router run for
+every token. Hard execution computes the expert of every token, also of those that are then dropped.
 """
 
 import math
@@ -67,7 +67,7 @@ class SwitchBlock(Block):
         return logits, expert, probability
 
     def queue(self, expert: Tensor, ctx: Context) -> Tensor:
-        """`[batch, time]`: how many tokens of its sequence wanted the same expert up to this one, itself included."""
+        """`[batch, time]`: how many tokens of the sequence chose the same expert so far, this one included."""
         wanted = F.one_hot(expert, self.knobs.experts)
         if ctx.valid is not None:
             wanted = wanted * ctx.valid[..., None]
@@ -78,7 +78,7 @@ class SwitchBlock(Block):
         return ahead.gather(2, expert[..., None])[..., 0]
 
     def ask(self, rows: Tensor, expert: Tensor) -> Tensor:
-        """Each of `rows` `[n, d]` through its expert and no other."""
+        """Each of `rows` `[n, d]` through its own expert only."""
         out = torch.empty_like(rows)
         for number, network in enumerate(self.experts):
             mine = expert == number
@@ -86,8 +86,8 @@ class SwitchBlock(Block):
         return out
 
     def ask_in_slots(self, x: Tensor, expert: Tensor, place: Tensor, active: Tensor) -> Tensor:
-        """As `ask`, in fixed shapes: each expert has `capacity` slots a sequence, and who is not active gets zeros."""
-        dropped = self.knobs.experts * self.capacity  # one slot behind all others
+        """As `ask`, in fixed shapes: each expert has `capacity` slots per sequence; inactive tokens get zeros."""
+        dropped = self.knobs.experts * self.capacity  # one extra slot after all others
         slot = torch.where(active, expert * self.capacity + place - 1, dropped)
         slot = slot[..., None].expand_as(x)
         slots = x.new_zeros(len(x), dropped + 1, x.shape[-1]).scatter(1, slot, x)

@@ -43,11 +43,11 @@ class TSA(Method):
         super().__init__(model, config)
         self.depth_penalty, self.skip = config.depth_penalty, config.skip
         self.skips_on_device = config.skip == "block"
-        # On, a token that does not halt keeps 1 - p of its update under hard execution, as it was trained, instead of
-        # all of it, as the paper has it: a control of what rounding the gates up does.
+        # If on, a token that does not halt keeps 1 - p of its update under hard execution, as in training, instead of
+        # all of it, as in the paper: a control for the effect of rounding the gates up.
         self.keeps_weights = False
         self.controls = {"kept_weights_hard": {"keeps_weights": True}}
-        # The decision p > threshold, taken on logits: the sigmoid would round away what separates close ones.
+        # The decision p > threshold, taken on logits: the sigmoid would round close ones to the same number.
         t = config.threshold
         self.threshold_logit = math.log(t / (1 - t)) if 0 < t < 1 else math.copysign(math.inf, t - 0.5)
         gated = [GatedBlock(model, layer) for layer in range(1, model.n_layer)]
@@ -63,7 +63,7 @@ class TSA(Method):
             else:
                 hidden, keep = self._execute(block, hidden, ctx, threshold)
             keeps.append(keep)
-        if ctx.execution != "soft" or not gated:  # a decision has no gradient, so no price either
+        if ctx.execution != "soft" or not gated:  # a decision has no gradient, so no penalty either
             return MethodOutput(hidden, self.traced(keeps, ctx), {})
         work = torch.stack(keeps)
         losses = {"depth": self.depth_penalty * _mean(work[1:], ctx.valid)}
@@ -72,7 +72,7 @@ class TSA(Method):
     def _execute(
         self, block: GatedBlock, hidden: Tensor, ctx: Context, threshold: Tensor | float
     ) -> tuple[Tensor, Tensor]:
-        """What a block makes of the tokens that do not halt, and who they are."""
+        """The states after a block, and which tokens did not halt."""
         if ctx.execution == "sparse" and self.skip == "ffn":
             active = decide(block.router(hidden), threshold, ctx.valid, inclusive=True).active
             return block.skip_ffn(hidden, ctx, active), active

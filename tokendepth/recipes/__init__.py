@@ -51,11 +51,11 @@ _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
 RECIPES = {f"{f.__module__.rsplit('.', 1)[1]}.{f.__name__}": f for f in _FUNCTIONS}
 
 LARGEST_GRID = 10_000
-"""Runs of one cell: more are a slip of the keyboard, or weeks of work that several sweeps keep in better order."""
+"""Most runs of one cell: more are probably a typing error, or weeks of work better split into several sweeps."""
 
 
 def recipe(name: str, changes: Mapping[str, Any] | None = None) -> RunConfig:
-    """The complete config of a recipe, with `changes` by their dotted names.
+    """The complete config of a recipe; `changes` override single values by their dotted names.
 
     >>> config = td.recipe("shakespeare.tsa", {"train.steps": 100, "method.depth_penalty": 0.05})
     >>> config.train.steps
@@ -67,13 +67,15 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> RunConfig:
 
 
 def variants(text: str, seeds: int = 1) -> dict[str, RunConfig]:
-    """Every config that `shakespeare.dense:model.n-layer=2,3` stands for, under `seeds` seeds, by a name of its own."""
+    """Every config that `shakespeare.dense:model.n-layer=2,3` stands for, with `seeds` seeds each, by name."""
     name, *changes = re.split(r":(?=[^:=]+=)", text)  # a value may hold a colon
     choices = []
     for change in changes:
         key, equals, values = change.partition("=")
         if not equals or not all(values.split(",")):
-            raise UserError(f"{change!r} in {text!r} is no override; expected OPTION=VALUE,VALUE as in train.steps=100")
+            raise UserError(
+                f"{change!r} in {text!r} is not an override; expected OPTION=VALUE,VALUE as in train.steps=100"
+            )
         key = key.removeprefix("--").replace("-", "_")
         choices.append([(key, value) for value in values.split(",")])
     if seeds < 1:
@@ -92,7 +94,7 @@ def variants(text: str, seeds: int = 1) -> dict[str, RunConfig]:
 
 
 def _plain(value: str) -> str:
-    """A value as a part of a folder's name; of a long one, such as a path, the end."""
+    """A value as part of a folder's name; a long one, such as a path, is cut to its end."""
     return re.sub(r"[^\w.+-]+", "-", value)[-40:].strip("-")
 
 

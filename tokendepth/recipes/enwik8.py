@@ -33,7 +33,7 @@ def tsa() -> RunConfig:
 
 
 def budget() -> RunConfig:
-    """enwik8, budget routing: a share of the token-layer work, named by --method.budget and trained for alone."""
+    """enwik8, budget routing: trained for one share of the tokens, set by --method.budget."""
     return _run(BudgetConfig(dial=False, distill=0.0))  # both cost quality on a text this large (docs/LOG.md)
 
 

@@ -1,4 +1,4 @@
-"""enwik8 by bytes: twelve layers with RMSNorm and rotary positions, of which span routing gives most tokens four."""
+"""enwik8 by bytes: twelve layers with RMSNorm and rotary positions; with span routing most tokens take four of them."""
 
 from tokendepth.config import DataConfig, DenseConfig, MethodConfig, ModelConfig, RunConfig, SpanConfig, TrainConfig
 
@@ -14,5 +14,5 @@ def dense() -> RunConfig:
 
 
 def span() -> RunConfig:
-    """enwik8 by bytes, span routing: the eight layers in the middle where words end, about a quarter of the bytes."""
+    """enwik8 by bytes, span routing: the eight middle layers run where words end, for about a quarter of the bytes."""
     return _run(SpanConfig(begin=2, decide="rule"))

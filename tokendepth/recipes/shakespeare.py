@@ -33,7 +33,7 @@ def tsa() -> RunConfig:
 
 
 def budget() -> RunConfig:
-    """Tiny-Shakespeare, budget routing: any share of the token-layer work, named by --method.budget."""
+    """Tiny-Shakespeare, budget routing: trained for every share of the tokens; --method.budget sets the default."""
     return _run(BudgetConfig())
 
 

@@ -20,7 +20,7 @@ from tokendepth.report.palette import INK, PAPER, RowLook, row_looks
 from tokendepth.report.summary import Row
 
 STYLE = {
-    "font.family": "DejaVu Sans",  # ships with matplotlib: the same figure on every machine
+    "font.family": "DejaVu Sans",  # ships with matplotlib, so figures are the same on every machine
     "font.size": 9,
     "legend.fontsize": 8,
     "text.parse_math": False,  # a dollar in a passage or a run's name is a dollar
@@ -57,7 +57,7 @@ PNG_DPI = 200
 @dataclass(frozen=True)
 class Drawing:
     name: str
-    """Of its files, without the suffix."""
+    """File name without the suffix."""
     caption: str
     svg: bytes
     png: bytes
@@ -65,14 +65,14 @@ class Drawing:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Our style on matplotlib's defaults: whatever a user's matplotlibrc says, the figures are the same."""
+    """Our style on top of matplotlib's defaults, independent of a user's matplotlibrc."""
     with matplotlib.style.context(["default", STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box, which says so
         yield
 
 
 def render(figure: Figure, name: str, caption: str) -> Drawing:
-    """Both formats, without date and version, which would change the bytes of an unchanged figure."""
+    """SVG and PNG, without date and version, so that an unchanged figure keeps its bytes."""
     svg, png = io.BytesIO(), io.BytesIO()
     unsigned = {"Date": None, "Creator": None, "Format": None, "Type": None}
     figure.savefig(svg, format="svg", metadata=unsigned)
@@ -81,7 +81,7 @@ def render(figure: Figure, name: str, caption: str) -> Drawing:
 
 
 def wrapped(label: str, longest: int) -> str:
-    """A long name on several lines; none of it is cut off."""
+    """A long name broken into lines; nothing is cut off."""
     return "\n".join(textwrap.wrap(label, longest)) or label
 
 
@@ -150,26 +150,26 @@ def _loss_curves(table: list[Row], x: str, unit: float, label: str, name: str, c
 
 
 def _window(losses: list[list[float]]) -> tuple[float, float]:
-    """Limits in which the ends of the runs can be told apart: of each run, at most the worst fifth lies above."""
+    """Limits that show the ends of the runs apart: at most the worst fifth of each run lies above them."""
     low, high = min(map(min, losses)), max(sorted(run)[math.ceil(0.8 * (len(run) - 1))] for run in losses)
     margin = 0.05 * (high - low) or 0.05
     return low - margin, high + margin
 
 
 def legend_below(figure: Figure, handles: dict) -> None:
-    """Below the panels, where it hides no line."""
+    """A legend below the panels, where it hides no line."""
     labels, across = _legend(handles)
     figure.legend(handles.values(), labels, loc="outside lower center", ncols=across, handlelength=2.4)
 
 
 def legend_height(labels: Iterable[str]) -> float:
-    """Inches that `legend_below` needs for these."""
+    """Height in inches of `legend_below` with these labels."""
     lines, across = _legend(labels)
     return 0.17 * -(-sum(line.count("\n") + 1 for line in lines) // across)
 
 
 def _legend(labels: Iterable[str]) -> tuple[list[str], int]:
-    """Labels as they are written, and in how many columns."""
+    """The labels as written, and the number of columns."""
     lines = [wrapped(label, 64) for label in dict.fromkeys(labels)]
     for across in range(min(len(lines), 3), 1, -1):
         columns = np.array_split(lines, across)  # as matplotlib fills them
@@ -179,7 +179,7 @@ def _legend(labels: Iterable[str]) -> tuple[list[str], int]:
 
 
 def _width(label: str) -> float:
-    """Of a legend's entry with its handle and the gaps around it, in points."""
+    """Width of a legend entry with its handle and gaps, in points."""
     size = STYLE["legend.fontsize"]
     return max(TextPath((0, 0), line, size=size).get_extents().width for line in label.split("\n")) + 5.2 * size
 
@@ -197,7 +197,7 @@ def active_fraction(table: list[Row]) -> Drawing | None:
         for mode, look in MODES.items():
             if layers := _per_layer(row, mode):
                 means = [statistics.fmean(layer) for layer in layers]
-                # Rounding may put the mean of equal values outside them, and a bar of negative length is an error.
+                # By rounding the mean of equal values may lie outside them; an error bar must not be negative.
                 below = [max(0, mean - min(layer)) for mean, layer in zip(means, layers, strict=True)]
                 above = [max(0, max(layer) - mean) for mean, layer in zip(means, layers, strict=True)]
                 axes.errorbar(range(len(layers)), means, [below, above], color=a.colour, **look)

@@ -1,4 +1,4 @@
-"""build: the report's folder, written only after everything in it was made."""
+"""build: write the report's folder, once everything in it has been made."""
 
 import os
 from pathlib import Path
@@ -11,6 +11,16 @@ from tokendepth.runs.files import disk_faults, write_bytes, write_json
 from tokendepth.runs.run import Run
 
 
+def check_extra() -> None:
+    """A UserError where the packages that draw are missing; to be called before any work that ends in a report."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib.figure  # noqa: F401
+    except ModuleNotFoundError as error:
+        missing = (error.name or "a package").split(".")[0]
+        raise UserError(f"the report needs {missing}, not installed; pip install 'tokendepth[report]'") from None
+
+
 def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
     """Write report.html, table.md, table.json and figures/ into `out`; returns the path of report.html.
 
@@ -20,11 +30,8 @@ def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
     out = Path(out)
     if os.path.isfile(out):
         raise UserError(f"{out} is a file; expected a folder for the report; choose another --out")
-    try:
-        from tokendepth.report import figures, heatmap, overview, page, pareto
-    except ModuleNotFoundError as error:
-        missing = (error.name or "a package").split(".")[0]
-        raise UserError(f"the report needs {missing}, not installed; pip install 'tokendepth[report]'") from None
+    check_extra()
+    from tokendepth.report import figures, heatmap, overview, page, pareto
 
     headlines = []
     for n, members in enumerate(by_corpus(table).values(), 1):
@@ -53,7 +60,7 @@ def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
 
 
 def _stale(folder: Path, kept: set[str]) -> list[Path]:
-    """Figures that an earlier report left and this one does not have: beside it they would pass for its own."""
+    """Figures of an earlier report that this one does not have; left there they would seem to belong to it."""
     numbered = ("overview_[0-9][0-9]", "pareto_[0-9][0-9]", "tokens_[0-9][0-9]")
     patterns = ("loss_steps", "loss_tlops", "active_fraction", *numbered)
     ours = [path for name in patterns for suffix in ("svg", "png") for path in folder.glob(f"{name}.{suffix}")]

@@ -1,6 +1,6 @@
-"""The first screen in words: what was trained, what executing it skips, what that costs, and what the clock gains.
+"""The first screen in words: what was trained, what is skipped, what that costs in loss and gains in time.
 
-Every number is of the runs' own evaluations as executed (hard = sparse); nothing here is soft.
+Every number comes from the runs' evaluations as executed (hard = sparse); nothing here is soft.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from tokendepth.report.summary import NOISE_SHARE, Row, Stat, by_key, rows
 from tokendepth.runs.run import Run
 
 MOST = 3
-"""Models that one sentence can speak of."""
+"""The most models that one sentence describes."""
 
 
 @dataclass(frozen=True)
 class Clause:
-    """What the sentence says of one model."""
+    """The part of the sentence about one model."""
 
     row: Row
     words: str
@@ -30,7 +30,7 @@ class Headline:
     clauses: tuple[Clause, ...]
     closing: str
     timed: str
-    """Device and batch of the times; empty where none was taken."""
+    """Device and batch of the timings; empty if there are none."""
 
     @property
     def text(self) -> str:
@@ -51,7 +51,7 @@ def by_corpus(table: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def headline(members: Sequence[Row]) -> Headline:
-    """Of the rows of one corpus."""
+    """The headline for the rows of one corpus."""
     were = "was" if len(members) == 1 else "were"
     opening = f"{_names(members)} {were} trained on {members[0].corpus}{_steps(members)}"
     evaluated = [row for row in members if row.stat(by_key("loss_hard"))]
@@ -59,7 +59,7 @@ def headline(members: Sequence[Row]) -> Headline:
     if not evaluated:
         return Headline(f"{opening} and not evaluated yet: tokendepth evaluate RUN does it", (), ".", "")
     if not routed:
-        words = "and nothing is skipped, because nothing decides: every token passes every layer"
+        words = "and nothing is skipped: without routers every token passes every layer"
         clauses = tuple(Clause(row, f"has a validation loss of {_loss(row).mean:.4f}") for row in evaluated[:MOST])
         return Headline(f"{opening}, {words}; ", clauses, _more(evaluated), "")
     best = sorted(routed, key=lambda row: _loss(row).mean)[:MOST]

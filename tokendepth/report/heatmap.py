@@ -11,9 +11,9 @@ from tokendepth.report.palette import ACTIVE, SKIPPED
 from tokendepth.report.records import MARKS, Passage, visible
 
 COLUMNS = 43
-"""Characters a line: what a column of text is wide."""
+"""Characters per line."""
 LINES = 6
-"""Beyond these a figure no longer fits a page; the HTML shows the whole passage."""
+"""More lines would not fit a page; the HTML shows the whole passage."""
 CELL = 0.104
 """Inches: width of one character and height of one router's row."""
 SPACES = tuple(MARKS.values())
@@ -22,8 +22,8 @@ LEFT, HEAD, GAP = 0.75, 0.34, 0.9
 """Inches for the routers' names and for a panel's heading; rows of space between two lines of text."""
 
 TITLES = {
-    "soft": "soft: weights, all is computed",
-    "hard": "hard: decisions, what sparse runs",
+    "soft": "soft: gate weights, everything is computed",
+    "hard": "hard: decisions, as sparse executes them",
 }
 SHADES = LinearSegmentedColormap.from_list("depth", [SKIPPED, ACTIVE])
 
@@ -79,7 +79,7 @@ def _panel(axes: Axes, lines: list[list[str]], sites: list[str], grid: list[list
             centre = end - len(text) / 2
             axes.text(centre, top + 0.45, text, family="DejaVu Sans Mono", size=7, ha="center", va="center")
         for row, (site, shares) in enumerate(zip(sites, grid, strict=True), 1):
-            # One image per router, less high than its row: the gaps part the routers on any background.
+            # One image per router, lower than its row: gaps separate the routers on any background.
             cells = [share for text, share in zip(line, shares[first:], strict=False) for _ in text]
             extent = (0, len(cells), top + row + 0.95, top + row + 0.05)
             axes.imshow([cells], SHADES, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="none")

@@ -1,6 +1,6 @@
-"""Words at points of a figure, placed where they lie on no other word and on as little else as possible.
+"""Labels at points of a figure, placed where they cover no other label and as little else as possible.
 
-Called when everything else is drawn and the limits of the axes are set, since only then is known what lies where.
+Call it last, when everything else is drawn and the limits of the axes are set.
 """
 
 import itertools
@@ -21,6 +21,10 @@ PLACES = [
 ]
 """Around a point: direction and alignment, the favourite first."""
 DISTANCES = (4, 9, 14)
+MARK = 10
+"""A mark that is covered counts as this many pixels of a line."""
+FOREIGN = 40
+"""So does a place beside the point of another label, to which the words would seem to belong."""
 HALO = withStroke(linewidth=2, foreground=PAPER)
 """Around words that have to lie on a line."""
 LINE = 9
@@ -30,9 +34,11 @@ LINE = 9
 def beside(axes: Axes, words: Iterable[tuple[str, float, float]], **look: object) -> None:
     """Write each text beside its point `(x, y)`."""
     _lay_out(axes)
-    drawn, frame, taken = np.concatenate(list(_drawn(axes))), axes.get_window_extent(), _boxes(axes)
+    lines, marks = (np.concatenate(found) for found in zip(*_drawn(axes), strict=True))
+    frame, taken, words = axes.get_window_extent(), _boxes(axes), list(words)
     for text, x, y in words:
-        tried = []
+        tried, others = [], np.array([(a, b) for _, a, b in words if (a, b) != (x, y)]).reshape(-1, 2)
+        others = axes.transData.transform(others)
         for distance in DISTANCES:
             for right, up, ha, va in PLACES:
                 offset = (distance * right, distance * up)
@@ -41,7 +47,9 @@ def beside(axes: Axes, words: Iterable[tuple[str, float, float]], **look: object
                 label.remove()
                 outside = box.width * box.height - _overlap(box, frame)
                 covered = sum(_overlap(box, other) for other in taken) + outside
-                tried.append(((covered, box.padded(2).count_contains(drawn) + 2 * distance), offset, ha, va, box))
+                hidden = box.padded(2).count_contains(lines) + MARK * box.padded(4).count_contains(marks)
+                hidden += FOREIGN * box.padded(12).count_contains(others)
+                tried.append(((covered, hidden + 2 * distance), offset, ha, va, box))
         _, offset, ha, va, box = min(tried, key=lambda one: one[0])
         _write(axes, text, (x, y), offset, ha=ha, va=va, path_effects=[HALO], **look)
         taken.append(box)
@@ -101,14 +109,16 @@ def _boxes(axes: Axes) -> list[Bbox]:
     return [text.get_window_extent() for text in axes.texts]
 
 
-def _drawn(axes: Axes) -> Iterator[np.ndarray]:
-    """Lines, error bars and marks as pixels that lie densely on them."""
-    yield np.empty((0, 2))
+def _drawn(axes: Axes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Lines and error bars as pixels that lie densely on them, and the middles of their marks."""
+    yield np.empty((0, 2)), np.empty((0, 2))
     paths = [line.get_xydata() for line in axes.lines]
     bars = [c for c in axes.collections if isinstance(c, LineCollection)]
     paths += [segment for bar in bars for segment in bar.get_segments()]
     for path in paths:
         corners = axes.transData.transform(np.asarray(path, float))
-        yield np.repeat(corners, 10, axis=0)  # there is a mark
-        for start, end in itertools.pairwise(corners):
-            yield start + (end - start) * np.arange(0, 1, 1 / (1 + np.linalg.norm(end - start)))[:, None]
+        dense = [
+            start + (end - start) * np.arange(0, 1, 1 / (1 + np.linalg.norm(end - start)))[:, None]
+            for start, end in itertools.pairwise(corners)
+        ]
+        yield np.concatenate([corners, *dense]), corners

@@ -1,4 +1,4 @@
-"""The first picture: of every model its loss beside the arithmetic and the time that it takes, all as executed."""
+"""The first picture: loss, FLOPs and speed of every model, as executed."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ WIDTH = 3.75
 NAME = 16
 """Characters of a row's name on one line."""
 PANELS = (
-    ("loss_hard", "validation loss (less is better)", ".4f", 1.0),
-    ("flops_per_token", "million FLOPs per token (less is better)", ".3g", 1e-6),
-    ("speedup", "speed, dense = 1 (more is better)", ".2f", 1.0),
+    ("loss_hard", "validation loss (lower is better)", ".4f", 1.0),
+    ("flops_per_token", "million FLOPs per token (lower is better)", ".3g", 1e-6),
+    ("speedup", "speed, dense = 1 (higher is better)", ".2f", 1.0),
 )
 
 
 def overview(name: str, members: Sequence[Row]) -> Drawing | None:
-    """Of the rows of one corpus; none where nothing was evaluated."""
+    """For the rows of one corpus; None if nothing was evaluated."""
     members = [row for row in members if row.stat(by_key("loss_hard"))]
     panels = [panel for panel in PANELS if any(row.stat(by_key(panel[0])) for row in members)]
     if not members:
@@ -40,8 +40,8 @@ def overview(name: str, members: Sequence[Row]) -> Drawing | None:
             axes.set_ylim(sum(lines), 0)
             axes.set_yticks(centres, names, fontsize=8)
         caption = (
-            "Quality beside what it takes, all as executed. Speed: a forward pass that skips against the dense model "
-            "of the same shape, measured in turns."
+            "Quality and cost of each model, as executed. Speed: a forward pass that skips, timed in turns with the "
+            "dense model of the same shape."
         )
         return render(figure, name, caption)
 
@@ -50,7 +50,7 @@ def _bars(axes: Axes, members: dict[float, Row], column: Column, form: str, unit
     """`members` are by the height of their bars."""
     values = {place: stat.mean * unit for place, row in members.items() if (stat := row.stat(column))}
     speed = column.key == "speedup"
-    if speed:  # what it is measured against
+    if speed:  # the dense model's
         against = [reference(members[place], list(members.values())) for place in values]
         values |= {place: 1.0 for place, row in members.items() if row in against}
         axes.axvline(1, color=INK, linewidth=0.8, linestyle=(0, (3, 2)))

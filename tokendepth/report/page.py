@@ -1,4 +1,4 @@
-"""report.html: one file that needs no other, from the template beside this module.
+"""report.html: one self-contained file, from the template beside this module.
 
 Everything that comes from a run goes through the template's escaping; only our own SVG is passed as markup.
 """
@@ -28,7 +28,7 @@ ENVIRONMENT = Environment(
 
 
 METHODS = [(f"--method-{name.replace('_', '-')}", look) for name, look in {**LOOKS, "unknown": UNKNOWN}.items()]
-"""The page's variables for their colours, which differ on a light and on a dark page."""
+"""CSS variables for the methods' colours, which differ between light and dark pages."""
 
 
 def render(
@@ -61,7 +61,7 @@ def render(
 
 
 def _paint(colour: str) -> str:
-    """A method's colour as the page's own, which follows the light or the dark page."""
+    """The CSS variable of a method's colour, so that it follows the light or dark page."""
     return next((f"var({name})" for name, look in METHODS if look.colour == colour), colour)
 
 
@@ -82,7 +82,7 @@ def _figure(drawing: Drawing) -> dict[str, Any]:
 
 
 def inline(svg: str, prefix: str) -> str:
-    """An SVG file as a part of a page: no prolog, only ids that it uses, no background, the page's ink and colours."""
+    """An SVG file for inlining: without prolog, unused ids and background, and with the page's colours."""
     svg = re.sub(r"<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     opening, body = svg.split(">", 1)
     svg = re.sub(r' (width|height|version)="[^"]*"', "", opening) + ">" + body  # the page's style gives it a size

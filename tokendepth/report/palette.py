@@ -13,7 +13,7 @@ ALARM = "#d5480a"
 """For what is bad: a loss that was never reached."""
 
 ACTIVE, SKIPPED = "#159a92", "#8c99a638"
-"""Of a token in a block. Skipped is the success, so it is the quiet one: a veil over a light or a dark page."""
+"""Colours of tokens in a block. Skipping is the success, so skipped is the quiet one, on light and dark pages."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Look:
     marker: str
     """Figures do not rely on colour alone."""
     on_dark: str
-    """Its colour on a dark page, where the other may be hard to see."""
+    """The colour on a dark page, where `colour` may be hard to see."""
 
 
 LOOKS = {
@@ -39,7 +39,7 @@ LOOKS = {
     "random": Look(INK, "x", INK),  # the control of routed methods; ink is light on a dark page
 }
 UNKNOWN = Look("#a4b7a7", "h", "#a4b7a7")
-"""Of a method that has no look yet."""
+"""For methods without an entry above."""
 DASHES = ("solid", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = ("^", "D", "v", "<", ">", "P", "X", "*")
 
@@ -50,7 +50,7 @@ def look(kind: str) -> Look:
 
 @dataclass(frozen=True)
 class RowLook:
-    """How one row of a table is drawn: its method's colour, and what tells it from other rows of that method."""
+    """How one row of a table is drawn: in its method's colour, with a marker and dash that no other such row has."""
 
     colour: str
     dash: str | tuple

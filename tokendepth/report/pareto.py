@@ -1,4 +1,4 @@
-"""Loss over the FLOPs that were executed: what a budget buys, with the controls that cost the same."""
+"""Loss over executed FLOPs, beside controls of the same cost."""
 
 import statistics
 
@@ -16,7 +16,7 @@ CAPTION = (
 
 
 def pareto(table: list[Row]) -> list[Drawing]:
-    """One figure per corpus; none where everything was executed at one cost."""
+    """One figure per corpus; none if everything was executed at the same cost."""
     drawings = []
     for corpus in dict.fromkeys(row.corpus for row in table):
         members = [(look, row) for look, row in zip(looks(table), table, strict=True) if row.corpus == corpus]
@@ -39,7 +39,7 @@ def _drawn(name: str, corpus: str, members: list[tuple[RowLook, Row]]) -> Drawin
 
 
 def _places(row: Row) -> list[Place]:
-    """One for each budget of the curve; for a row without one, what it was evaluated at."""
+    """One for each budget of the curve; without a curve, the evaluation itself."""
     curves = [record.field("curve") or [] for record in row.records]
     if all(curves):
         by_budget = [

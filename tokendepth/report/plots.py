@@ -1,4 +1,4 @@
-"""The paper's figures, ours beside the published: drawn from plain numbers, whoever measured them."""
+"""The paper's figures, with our results beside the published ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tokendepth.report.figures import SCALES, WIDTH, Drawing, legend_below, lege
 from tokendepth.report.palette import ALARM, INK, look
 
 GUIDE = "#7a828a"
-"""Lines to read values against."""
+"""Colour of reference lines."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def scatter(
     marks: dict[str, float] | None = None,
     level: float | None = None,
 ) -> Drawing | None:
-    """Over the active fraction, panels side by side with a common legend; `marks` are vertical lines, `level` lies."""
+    """Panels over the active fraction with a common legend; `marks` are vertical lines, `level` is a horizontal one."""
     panels = {title: [s for s in series if s.points] for title, series in panels.items()}
     if not any(panels.values()):
         return None
@@ -99,7 +99,7 @@ def curves(name: str, caption: str, models: dict[tuple[str, str], list[list[dict
         final = [h[-1]["val_loss"] for histories in models.values() for h in histories]
         highest = max(h[0]["val_loss"] for histories in models.values() for h in histories)
         low = min(row["val_loss"] for histories in models.values() for h in histories for row in h)
-        # The first validations would press the rest together; they may lie above the panel.
+        # The first validations would compress the rest, so they may lie above the panel.
         top = min(highest, max(final) + 0.6)
         panels[0].set_ylim(low - 0.03 * (top - low), top + 0.03 * (top - low))
         panels[0].set_ylabel("validation loss, soft\n(nats per character)")
@@ -121,7 +121,7 @@ def milestones(
     steps: int,
     published: dict[tuple[str, str], int] | None = None,
 ) -> Drawing | None:
-    """For each model, and each level below it, the step of `steps` at which its seeds got there; a cross is never.
+    """For each model and each loss level, the step at which its seeds reached it; a cross means never.
 
     `rows` are by method and label; `published` has steps by label and level.
     """

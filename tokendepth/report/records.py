@@ -1,4 +1,4 @@
-"""What a report reads from one run folder, read once: table, figures and page agree even while training goes on."""
+"""What a report reads from a run folder, read once, so that table, figures and page agree during training too."""
 
 import math
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from tokendepth.runs.run import Run
 
 MARKS = {"\n": "↵", " ": "·", "\t": "→"}
 LINE_ENDS = ("\n", "↵")
-"""Tokenizers spell the end of a line as its mark."""
+"""Tokenizers show the end of a line as this mark."""
 BREAKS = (" ", "\t", *LINE_ENDS)
-"""White space, which parts words."""
+"""White space, which separates words."""
 
 
 def printable(text: str) -> str:
@@ -27,7 +27,7 @@ def visible(piece: str) -> str:
 
 
 def first_word(pieces: list[str]) -> int:
-    """The first token that surely begins a word; 0 where no white space tells."""
+    """The first token that certainly begins a word; 0 if there is no white space."""
     before = ""
     for t, piece in enumerate(pieces):
         parted = before.endswith(BREAKS) or piece.startswith(BREAKS)  # " word" is one token of a BPE
@@ -38,7 +38,7 @@ def first_word(pieces: list[str]) -> int:
 
 
 def as_number(value: object) -> float | None:
-    """The finite number that `value` is, else None: a field that is odd shows as a dash, not as a crash."""
+    """`value` if it is a finite number, else None: an odd field is shown as a dash and does not crash."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return value
     return None
@@ -46,7 +46,7 @@ def as_number(value: object) -> float | None:
 
 @dataclass(frozen=True)
 class Passage:
-    """One text and what every router made of each of its tokens; `None` for a mode that the method does not have."""
+    """A text with every router's decision on each token; None for a mode that the method does not have."""
 
     pieces: list[str]
     sites: list[str]
@@ -63,7 +63,7 @@ class Passage:
         hard: list[list[float]] | None,
         surprisal: list[float | None],
     ) -> "Passage":
-        """Without the rest of a word that the text begins with, because a split may begin anywhere."""
+        """The passage from its first whole word on: a split may begin in the middle of one."""
         first = first_word(pieces)
         soft, hard = (grid and [row[first:] for row in grid] for grid in (soft, hard))
         return cls(pieces[first:], sites, soft, hard, surprisal[first:])
@@ -80,7 +80,7 @@ class Record:
     config: RunConfig
     metrics: list[dict[str, Any]]
     evaluation: dict[str, Any]
-    """Empty where the run was not evaluated."""
+    """Empty if the run was not evaluated."""
     env: dict[str, Any]
     finished: bool
 
@@ -91,20 +91,20 @@ class Record:
 
     @property
     def routed(self) -> bool:
-        """Whether anything decides; a run that was not evaluated does not say, and counts as if."""
+        """Whether it has routers; a run that was not evaluated counts as having them."""
         said = self.field("routed")
         return said if isinstance(said, bool) else self.number("router_parameters") != 0
 
     @property
     def has_soft(self) -> bool:
-        """Whether soft execution is a thing of its own; an older evaluation does not say, and then it is."""
+        """Whether soft differs from hard; true if an older evaluation does not say."""
         return self.routed and self.field("has_soft") is not False
 
     @property
     def corpus(self) -> str:
-        """And, where they are no characters, its tokens: losses of different tokens do not compare either.
+        """The corpus and, unless they are characters, its tokens: losses over different tokens do not compare.
 
-        A file of the user's goes by its name: as a label the folders are too long.
+        A user's file is shown by its name, without folders.
         """
         data = self.config.data
         kind, _, rest = data.tokens.partition(":")
@@ -116,7 +116,7 @@ class Record:
         return self.metrics[-1]["step"] if self.metrics else 0
 
     def field(self, *keys: str) -> Any:
-        """A field of the evaluation, None where it or a part of the way to it is missing."""
+        """A nested field of the evaluation; None if any part of the path is missing."""
         value: Any = self.evaluation
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -126,7 +126,7 @@ class Record:
         return as_number(self.field(*keys))
 
     def needed(self, *keys: str) -> float:
-        """As `number`, of a record that must have it."""
+        """As `number`, for a record that must have it."""
         number = self.number(*keys)
         assert number is not None, f"{self.name} has no {'.'.join(keys)}"
         return number
@@ -138,7 +138,7 @@ class Record:
         return [] if None in values else [v for v in values if v is not None]
 
     def curve(self, x: str, y: str) -> list[tuple[float, float]]:
-        """Those metrics rows that have both, so a loss that was not a number leaves a gap in nothing else."""
+        """Points from the metrics rows that have both values."""
         points = ((as_number(row.get(x)), as_number(row.get(y))) for row in self.metrics)
         return [(a, b) for a, b in points if a is not None and b is not None]
 

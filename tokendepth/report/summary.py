@@ -1,7 +1,7 @@
 """Rows of the results table: runs that differ only in their seed are one row, and every number knows its mode.
 
-Soft and hard figures are different columns by construction: a column reads one mode and names it. TLOps that a soft
-gate saves are a weighting; what was skipped was executed so, and stands in columns of its own.
+Soft and hard numbers are different columns: a column reads one mode and names it. TLOps that a soft gate saves are a
+weighting; work that was skipped in execution has its own columns.
 """
 
 import itertools
@@ -22,7 +22,7 @@ DASH = "—"
 COLLAPSE = 0.02
 """A hard loss this much above the soft one means that the soft figures describe a model that cannot be executed."""
 MISMATCH = 0.001
-"""Hard and sparse agree to rounding; apart by more than this, the column `hard = sparse` would be a lie."""
+"""Hard and sparse agree to rounding; if they differ by more than this, the column `hard = sparse` is wrong."""
 NOISE_SHARE = 0.009
 NOISE = f"differences under {NOISE_SHARE:.1%} are noise"
 
@@ -39,7 +39,7 @@ class Stat:
 
     @property
     def std(self) -> float | None:
-        """Of the sample (n - 1); one value has none."""
+        """Of the sample (n - 1); None for a single value."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     @property
@@ -58,9 +58,9 @@ class Column:
     key: str
     group: Literal["", "soft", "executed"]
     title: str
-    """Stands alone, so it names the mode."""
+    """Used alone, so it names the mode."""
     short: str
-    """Stands below its group's heading."""
+    """Used below its group's heading."""
     pick: Callable[[Record], float | None]
     style: str
     """A format specification."""
@@ -69,7 +69,7 @@ class Column:
 
 
 def _routed(*keys: str) -> Callable[[Record], float | None]:
-    """A model that decides nothing is not faster than itself, whatever its evaluation holds."""
+    """Only for runs with routers: a dense model is not faster than itself."""
     return lambda record: record.number(*keys) if record.routed else None
 
 
@@ -119,7 +119,7 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """What its colour stands for: the method, or `random` for the control that throws dice instead of routing."""
+        """What its colour stands for: the method, or `random` for the control with random decisions."""
         return "random" if getattr(self.records[0].config.method, "routing", None) == "random" else self.method
 
     @property
@@ -135,7 +135,7 @@ class Row:
         return Stat(values) if values else None
 
     def numbers(self, column: Column) -> list[str]:
-        """What the cell says, in parts: the mean, its spread, and where it is a time, what was timed."""
+        """The parts of a cell: mean, spread, and for a speed what was timed."""
         stat = self.stat(column)
         if stat is None:
             return [DASH]
@@ -154,7 +154,7 @@ class Row:
 
     @property
     def timed(self) -> str:
-        """Device and batch of the measured time: a speed-up without them says nothing."""
+        """Device and batch of the timing: a speed-up without them means nothing."""
         conditions = {
             f"{r.field('time', 'device') or 'device unknown'}, batch {r.field('time', 'batch') or 'unknown'}"
             for r in self.records
@@ -164,7 +164,7 @@ class Row:
 
     @property
     def collapses(self) -> bool:
-        """Whether executing the decisions of any seed loses what its soft figures promise."""
+        """Whether executing the decisions loses, for any seed, what the soft numbers promise."""
         return any(_exceeds(r, "hard") or _exceeds(r, "sparse") for r in self.records if r.routed)
 
     @property
@@ -191,7 +191,7 @@ def group(records: list[Record]) -> list[Row]:
         tree = to_dict(record.config)
         seed = tree["train"].pop("seed")
         key = json.dumps(tree, sort_keys=True)
-        while seed in groups.get(key, {}):  # the same seed again is no second sample: it gets a row of its own
+        while seed in groups.get(key, {}):  # the same seed again is not a second sample: it gets its own row
             key += " again"
         groups.setdefault(key, {})[seed] = record
     taken: list[Row] = []
@@ -204,7 +204,7 @@ def group(records: list[Record]) -> list[Row]:
 
 
 def _label(records: tuple[Record, ...]) -> str:
-    """The run's name; for several seeds, what their names share: tsa-seed0 and tsa-seed1 are tsa."""
+    """The run's name; for several seeds the common part: tsa-seed0 and tsa-seed1 are tsa."""
     if len(records) == 1:
         return records[0].name
     letters = zip(*(record.name for record in records), strict=False)
@@ -218,7 +218,7 @@ def columns(table: list[Row]) -> list[Column]:
 
 
 def notes(table: list[Row]) -> list[str]:
-    """What a reader must know before believing a number, by rule; every table carries them."""
+    """Notes that a reader needs to judge the numbers; every table has them."""
     found = []
     if collapsed := [row.label for row in table if row.collapses]:
         found.append(

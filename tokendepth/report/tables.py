@@ -1,4 +1,4 @@
-"""The rows as Markdown, JSON and a terminal's table. All say the same, because all ask the row."""
+"""The rows as Markdown, as JSON and as a terminal table."""
 
 import html
 import re
@@ -17,16 +17,16 @@ def piped(lines: list[list[str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """`text` as Markdown that means just that: a run's name may hold what a table or HTML would act on."""
+    """`text` escaped for Markdown: a run's name may contain what a table or HTML would interpret."""
     return re.sub(r"([\\|`*$\[\]]|\b_|_\b)", r"\\\1", html.escape(text, quote=False))
 
 
 IN_ROWS_ALONE = {"parameters", "flops_per_token", "speedup", "bits_per_character", "bits_per_byte"}
-"""What a page that must be read at a glance leaves to results/."""
+"""Columns that a brief table leaves out."""
 
 
 def markdown_table(table: list[Row], *, brief: bool = False) -> str:
-    """The table and its notes; ends with a line break. `brief` has what decides, and no column without a number."""
+    """The table and its notes; ends with a line break. `brief` leaves out secondary and empty columns."""
     shown = columns(table)
     if brief:
         shown = [c for c in shown if c.key not in IN_ROWS_ALONE and any(row.stat(c) for row in table)]
@@ -72,9 +72,9 @@ HEADINGS = {
     "speedup": "speed\nvs\ndense",
     "accuracy": "accu-\nracy",
 }
-"""What fits a terminal of 80 columns: the parameters go below the run's name, the bits per character are left out."""
+"""Columns that fit into 80 characters; parameters go below the run's name."""
 LEGEND = (
-    "soft: a weighting, all is computed; the rest was executed. work: token-layer operations, the first block included."
+    "soft: a weighting, nothing is skipped; the rest was executed. work: token-layer operations, first block included."
 )
 
 

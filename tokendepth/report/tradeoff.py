@@ -1,4 +1,4 @@
-"""Many methods in one picture: loss over the FLOPs that were executed, dense models as the line to beat."""
+"""Many methods in one picture: loss over executed FLOPs, with dense models as the line to beat."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ from tokendepth.report.plots import Points
 Place = tuple[float, float, float]
 """FLOPs per token, loss, and its standard deviation over the seeds."""
 Outside = tuple[float, str, str]
-"""FLOPs per token of a place above the frame, what is written there, and its colour."""
+"""For a point above the frame: FLOPs per token, its label and its colour."""
 PALE = "#c9ced3"
 HEADROOM = 0.06
-"""The frame ends this far above the best dense loss; what lies higher would press the rest together."""
+"""The frame ends this far above the best dense loss; higher points would compress the rest."""
 MARGIN = 0.01
-"""But no lower than this above the worst one: the line to beat is seen whole."""
+"""But at least this far above the worst one, so that the whole line to beat is visible."""
 TICKS = [n * 10**power for power in range(3, 14) for n in (1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8)]
 
 
@@ -32,10 +32,10 @@ def tradeoff(
     split: str = "validation",
     cost: str = "million FLOPs per token, executed (head and routers included)",
 ) -> Drawing | None:
-    """`dense` are labelled places on the grey line, which decide what the frame shows; without any it shows all.
+    """`dense` are labelled points of the grey line; they set the frame, which shows everything if there are none.
 
-    With `highlight`, labels that begin otherwise are pale. `split` is where the losses are from, `cost` what lies below
-    them, in millions.
+    With `highlight`, series whose labels begin otherwise are pale. `split` names the text, `cost` the x axis, in
+    millions.
     """
     series = [one for one in series if one.points]
     if not series:
@@ -49,17 +49,17 @@ def tradeoff(
         words = "dense, fewer layers" if len(dense) > 1 else "dense"
         handles: dict[str, object] = {words: _dense(axes, dense)} if dense else {}
         outside: list[Outside] = []
-        for one in sorted(series, key=lambda one: _shown(one, highlight)):  # what is highlighted lies above the others
+        for one in sorted(series, key=lambda one: _shown(one, highlight)):  # highlighted series are drawn on top
             handle, above = _draw(axes, one, top, pale=not _shown(one, highlight))
             if _shown(one, highlight):
                 handles.setdefault(one.label, handle)
                 short = one.label.split(",")[0].removeprefix("early ")
                 outside += [(x, f"{short} {y:.2f}", one.colour) for x, y in above]
         low, high = axes.get_ylim()
-        axes.set_ylim(low - 0.03 * (high - low), min(high, top))  # room for what is written below
+        axes.set_ylim(low - 0.03 * (high - low), min(high, top))  # room for labels below
         axes.set_xscale("log")
         left, right = axes.get_xlim()
-        axes.set_xlim(0.9 * left, 1.08 * right)  # room for what is written beside the first place and the last
+        axes.set_xlim(0.9 * left, 1.08 * right)  # room for labels beside the first and last point
         axes.xaxis.set_major_locator(FixedLocator(TICKS))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}")
@@ -82,7 +82,7 @@ def _dense(axes: Axes, dense: Sequence[tuple[str, Place]]) -> object:
 
 
 def _draw(axes: Axes, one: Points, top: float, *, pale: bool) -> tuple[object, list[tuple[float, float]]]:
-    """Places above the frame stand on its edge; they are returned too, to be named there."""
+    """Points above the frame are drawn on its edge, and returned to be labelled."""
     colour = PALE if pale else one.colour
     mark = {"color": colour, "marker": one.marker, "fillstyle": "full" if one.filled else "none", "markersize": 5.5}
     inside = [place for place in one.points if place[1] <= top]
@@ -92,7 +92,7 @@ def _draw(axes: Axes, one: Points, top: float, *, pale: bool) -> tuple[object, l
         xs, ys, spreads = zip(*inside, strict=True)
         bars = spreads if any(spreads) else None
         drawn = axes.errorbar(xs, ys, bars, linestyle=one.line, linewidth=1.2, capsize=2, **mark)
-    on_the_edge = [(x, y) for x, y, _ in (above if one.line == "none" else above[-1:])]  # of a line, where it leaves
+    on_the_edge = [(x, y) for x, y, _ in (above if one.line == "none" else above[-1:])]  # of a line: where it leaves
     for x, _ in on_the_edge:
         (edge,) = axes.plot([x], [top], linestyle="none", clip_on=False, **mark)
         drawn = drawn or edge

@@ -1,1 +1,1 @@
-"""The run folder and what it is made of: files that appear whole, the lock, rows of results, the machine."""
+"""The run folder and its parts: atomic files, checkpoints, metrics, the lock, rows of results, the machine."""

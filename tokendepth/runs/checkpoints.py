@@ -1,8 +1,8 @@
-"""The checkpoints of a run: folders that appear whole or not at all.
+"""The checkpoints of a run: folders that are written atomically.
 
-Each is written under another name, synced, closed by a manifest with the SHA-256 of its file, and renamed. It also
-carries the run's small files as they were, so that a good checkpoint is all that a run needs to go on. Only what has
-the name and the files of a checkpoint is ever removed: copies and notes of the user's stay.
+Each is written under a temporary name, synced, completed by a manifest with the SHA-256 of its file, and renamed. It
+also holds the run's small files, so that one good checkpoint is all that a run needs to continue. Only folders with
+the name and the files of a checkpoint are ever removed: the user's copies and notes stay.
 """
 
 import contextlib
@@ -48,11 +48,11 @@ class Checkpoint:
     step: int
     tensors: Tensors
     files: dict[str, bytes]
-    """Those of CARRIED_FILES that the run had, as they were."""
+    """The run's CARRIED_FILES at that time."""
     metrics: Facts | None = None
-    """Of metrics.jsonl as it was then."""
+    """Size and SHA-256 of metrics.jsonl at that time."""
     rows: bytes | None = None
-    """metrics.jsonl itself, as checkpoints of format 1 carried it."""
+    """metrics.jsonl itself, in checkpoints of format 1."""
 
 
 def save(folder: Path, step: int, tensors: Tensors, files: dict[str, bytes], metrics: MetricsLog | None) -> None:
@@ -67,12 +67,12 @@ def save(folder: Path, step: int, tensors: Tensors, files: dict[str, bytes], met
             state = {**tensors, "step": np.array(step), **_as_tensors({**files, **noted})}
             replace_bytes(part / "state.safetensors", serialize(state))
             write_manifest(part, CHECKPOINT_FILES, step)
-            _clear(final)  # there only if it was found damaged
+            _clear(final)  # it exists only if it was found damaged
             rename(part, final)
         except BaseException:
             remove_left_overs(folder, f"{step:08d}")
             raise
-    # Those of later steps were found damaged, or the run would be past them.
+    # Checkpoints of later steps are damaged: otherwise the run would have continued from them.
     ours = [path for path in _named(folder) if path.is_dir() and not path.is_symlink()]
     good = [path for path in ours if _step_of(path) <= step]
     for old in set(ours) - set(good[:KEEP_CHECKPOINTS]):
@@ -96,26 +96,26 @@ def load(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def remove_all(folder: Path) -> None:
-    """Those of a finished run; what is not ours keeps the folder."""
+    """Remove the checkpoints of a finished run; the folder stays if it holds anything else."""
     for path in _named(folder):
         remove(path, [*CHECKPOINT_FILES, MANIFEST])
     remove(folder, [METRICS])
 
 
 def _named(folder: Path) -> list[Path]:
-    """Whatever has the name of a checkpoint, the one of most steps first."""
+    """Folders with the name of a checkpoint, the latest step first."""
     return sorted((path for path in folder.glob("step-*") if _step_of(path) >= 0), key=_step_of, reverse=True)
 
 
 def _step_of(path: Path) -> int:
-    """By its name; -1 where that is not a checkpoint's, such as step-00000020.bak."""
+    """The step in its name; -1 if that is not a checkpoint's name, such as step-00000020.bak."""
     digits = path.name.removeprefix("step-")
     is_ours = re.fullmatch("[0-9]{8,12}", digits) and path.name == f"step-{int(digits):08d}"
     return int(digits) if is_ours else -1
 
 
 def _clear(path: Path) -> None:
-    """Remove a checkpoint; what is not one, or has other things in it, gets another name. OSErrors are the caller's."""
+    """Remove a checkpoint; anything else, or one with foreign files, is renamed. The caller handles OSErrors."""
     remove(path, [*CHECKPOINT_FILES, MANIFEST])
     if os.path.lexists(path):
         put_aside(path)

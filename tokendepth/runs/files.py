@@ -1,10 +1,10 @@
-"""Files that appear whole or not at all, and seals that tell whether they are still what was written.
+"""Atomic files, and checksums ("seals") that tell whether they are still as written.
 
-Whatever a run keeps is written and removed by these functions, so that one order holds everywhere: content is synced
-before the name that shows it, and a name before whatever relies on it. A power cut loses only what was not synced yet.
+All files of a run are written and removed by these functions, so that one order holds everywhere: content is synced
+before the file gets its name, and a name before anything that relies on it. A power cut loses only unsynced data.
 
-Whatever is read is a regular file of bounded size: a pipe, a device or a file without end in its place is refused at
-once. No torch: tensors come and go as numpy arrays.
+Only regular files of bounded size are read: a pipe, a device or an endless file in their place is refused at once. No
+torch: tensors come and go as numpy arrays.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from tokendepth.runs.shapes import problem
 
 MANIFEST = "MANIFEST.json"
 MANIFEST_VERSION = 2
-"""Of manifests and of what they seal; configs have one of their own. 2: what is added to a finished run is sealed, and
-checkpoints no longer carry metrics.jsonl. All earlier ones are read."""
+"""Version of manifests and of what they seal; configs have their own. Since 2, files added to a finished run are sealed
+and checkpoints no longer hold metrics.jsonl. Every earlier version is read."""
 LARGEST_JSON = 4 * 10**8
 """Bytes; the tokenizer of a run may take half of that."""
 PIECE = 1 << 20
@@ -38,16 +38,16 @@ PIECE = 1 << 20
 
 Tensors = dict[str, Any]
 Facts = dict[str, Any]
-"""The `bytes` and `sha256` of a file."""
+"""`bytes` and `sha256` of a file."""
 
 
 class NewerFormat(UserError):
-    """Not damaged, so not to be passed over: a later version of tokendepth wrote it."""
+    """Written by a later version of tokendepth: not damaged, so it must not be skipped."""
 
 
 @contextlib.contextmanager
 def disk_faults(path: Path) -> Iterator[None]:
-    """Turn what a disk does to a user into one line."""
+    """Turn disk errors into one line for the user."""
     again = "repeat the command (a training with --resume)"
     remedies = {
         errno.ENOSPC: f"no space is left on the disk; what was saved is intact; free some and {again}",
@@ -70,7 +70,7 @@ def disk_faults(path: Path) -> Iterator[None]:
 
 
 def regular(path: str, flags: int) -> int:
-    """An opener for `open`. Whoever waits for a pipe or a device waits for ever."""
+    """An opener for `open` that refuses pipes and devices, on which reading might never end."""
     handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -83,7 +83,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path, most: int | None = LARGEST_JSON) -> bytes:
-    """An OSError, also for a file of more than `most` bytes, is the caller's to tell."""
+    """The caller handles OSErrors, also the one for a file of more than `most` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if most is not None and size > most:
@@ -107,7 +107,7 @@ def read_json(path: Path, remedy: str = "restore it from a copy") -> Any:
 
 
 def _content(path: Path) -> bytes:
-    """A UserError tells the problem alone: what can be done about it depends on whose file it is."""
+    """The UserError names the problem only: the remedy depends on whose file it is."""
     try:
         return read_bytes(path)
     except FileNotFoundError:
@@ -124,14 +124,14 @@ def _parsed(path: Path, content: bytes) -> Any:
 
 
 def parse_json(content: bytes) -> Any:
-    """Without NaN and infinities, which we never write. A ValueError or RecursionError is the caller's to tell."""
+    """Rejects NaN and infinities, which we never write. The caller handles ValueError and RecursionError."""
     return json.loads(content, parse_float=_finite, parse_constant=_finite)
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        raise ValueError(f"{digits[:20]} is no finite number")
+        raise ValueError(f"{digits[:20]} is not a finite number")
     return number
 
 
@@ -149,20 +149,20 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """With those above it. Else a power cut could take the folder's name, and all that was saved in it."""
+    """Make a folder with its parents, synced: otherwise a power cut could lose the folder and all that is in it."""
     if not path.is_dir():
         if not path.parent.exists():
             make_folder(path.parent)
         path.mkdir(exist_ok=True)
-        with contextlib.suppress(PermissionError):  # a folder that may be written to but not be listed
+        with contextlib.suppress(PermissionError):  # a parent that may be written to but not listed
             sync_folder(path.parent)
 
 
 def replace_pieces(path: Path, pieces: Iterable[bytes]) -> None:
-    """Replace `path` atomically: a crash or a full disk leaves the old content. An OSError is the caller's to tell."""
+    """Replace `path` atomically: a crash or a full disk leaves the old content. The caller handles OSErrors."""
     part = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        part.unlink(missing_ok=True)  # of an earlier process with our number
+        part.unlink(missing_ok=True)  # left by an earlier process with our process id
         with open(part, "xb") as file:
             file.writelines(pieces)
             file.flush()
@@ -193,7 +193,7 @@ def write_json(path: Path, tree: object) -> None:
 
 
 def append(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """An OSError is the caller's to tell."""
+    """The caller handles OSErrors."""
     _keep_to_ourselves(path)
     with open(path, "ab", opener=regular) as file:
         file.write(data)
@@ -203,14 +203,14 @@ def append(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 
 def cut(path: Path, size: int) -> None:
-    """Drop what comes after the first `size` bytes. An OSError is the caller's to tell."""
+    """Drop what comes after the first `size` bytes. The caller handles OSErrors."""
     _keep_to_ourselves(path)
     if os.lstat(path).st_size > size:
         os.truncate(path, size)
 
 
 def _keep_to_ourselves(path: Path) -> None:
-    """What a link leads to, and a file with a second name, is somebody else's too: from now on ours is a copy."""
+    """Replace a link, or a file with a second hard link, by a copy: the original may belong to someone else."""
     with contextlib.suppress(FileNotFoundError):
         facts = os.lstat(path)
         if stat.S_ISLNK(facts.st_mode) or facts.st_nlink > 1:
@@ -218,13 +218,13 @@ def _keep_to_ourselves(path: Path) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """An OSError is the caller's to tell."""
+    """The caller handles OSErrors."""
     os.rename(path, target)
     sync_folder(target.parent)
 
 
 def put_aside(path: Path) -> Path:
-    """Give whatever is at `path` another name, for its owner to find. An OSError is the caller's to tell."""
+    """Rename whatever is at `path`, for its owner to find. The caller handles OSErrors."""
     names = (path.with_name(f"{path.name}.aside{number or ''}") for number in itertools.count())
     target = next(name for name in names if not os.path.lexists(name))
     rename(path, target)
@@ -242,7 +242,7 @@ def remove(folder: Path, names: Iterable[str]) -> None:
 
 
 def left_overs(folder: Path, names: str) -> list[Path]:
-    """What killed processes had not finished: .tmp-NAME-PROCESS, with a NAME that the pattern `names` matches."""
+    """Unfinished files of killed processes: .tmp-NAME-PROCESS, with a NAME that the pattern `names` matches."""
     return [path for path in folder.glob(".tmp-*") if re.fullmatch(rf"\.tmp-({names})-\d+", path.name)]
 
 
@@ -272,10 +272,10 @@ def write_sealed(path: Path, body: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path, version: int) -> tuple[dict[str, Any], bool]:
-    """What `write_sealed` wrote, to the byte, of up to this `version`; and whether it is sealed.
+    """A file by `write_sealed`, unchanged and of at most this `version`; and whether it is sealed.
 
-    Version 1 of eval.json and calibration.json had no seal. Every later version has one, so that a file that lost it
-    does not pass for an old one. A UserError tells the problem alone.
+    Version 1 of eval.json and calibration.json had no seal. Every later version has one, so that a file that lost its
+    seal is not taken for an old one. The UserError names the problem only.
     """
     content = _content(path)
     tree = _parsed(path, content)
@@ -308,19 +308,19 @@ def sha256(path: Path) -> str:
 
 
 def write_manifest(folder: Path, names: Iterable[str], step: int) -> None:
-    """Written last, for it vouches that these files are on the disk. An OSError is the caller's to tell."""
+    """Written last, since it guarantees that these files are on the disk. The caller handles OSErrors."""
     files = {name: _synced_facts(folder / name) for name in names}
     replace_bytes(folder / MANIFEST, sealed({"version": MANIFEST_VERSION, "step": step, "files": files}))
 
 
 def _synced_facts(path: Path) -> Facts:
-    with open(path, "r+b" if os.name == "nt" else "rb", opener=regular) as file:  # Windows syncs what it may write to
+    with open(path, "r+b" if os.name == "nt" else "rb", opener=regular) as file:  # Windows: only writable ones
         os.fsync(file.fileno())
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """If it is to the byte what tokendepth wrote."""
+    """The manifest, if it is exactly what tokendepth wrote."""
     path = folder / MANIFEST
     body, is_sealed = read_sealed(path, MANIFEST_VERSION)
     if not is_sealed or problem(body, shapes.MANIFEST):
@@ -329,7 +329,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_manifest(folder: Path, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> Manifest:
-    """Of a folder in which every file is as it was written; else a UserError that names the file."""
+    """The manifest, if every file of the folder is unchanged; else a UserError that names the file."""
     manifest = read_manifest(folder)
     if not set(names) <= set(manifest.files) <= {*names, *optional}:
         raise UserError(f"{folder / MANIFEST} is damaged: it does not list what it must")
@@ -356,14 +356,14 @@ def verify_file(path: Path, expected: Facts) -> None:
 
 
 def serialize(tensors: Tensors) -> bytes:
-    """The same tensors make the same bytes: of several metadata entries the order would be left to chance."""
+    """The same tensors give the same bytes: at most one metadata entry, since the order of several is random."""
     from safetensors.numpy import save
 
     return save(tensors, metadata={"tokendepth": "1"})
 
 
 def deserialize(path: Path) -> Tensors:
-    """Of a file that was verified."""
+    """For a file that was verified."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

@@ -1,9 +1,8 @@
 """One process at a time trains into a run folder.
 
-The lock is the kernel's (`flock`), so a process that is killed cannot leave it behind. It is taken twice: on the
-folder, which stays locked whatever is removed from it, and on a file in it, which says who holds the lock and serves
-where only files can be locked (NFS). Those who only read a run need no lock. Where there is no `flock` (Windows, some
-network file systems) nobody is locked out, and it is on the user not to start two.
+The lock is an `flock`, so a killed process cannot leave it behind. It is taken twice: on the folder, which stays locked
+whatever is removed from it, and on a file in it, which names the holder and is what NFS can lock. Reading a run needs
+no lock. Where there is no `flock` (Windows, some network file systems) nothing is locked, and users must not start two.
 """
 
 import contextlib
@@ -28,12 +27,12 @@ SIGNATURE = b"process "
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 TRIES = 100
 NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
-"""What opening a pipe, a folder or a link says."""
+"""Errors from opening a pipe, a folder or a link."""
 
 
 @contextlib.contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Hold `folder`, made if it is not there, against other trainings; a UserError names the one that holds it."""
+    """Lock `folder`, created if missing, against other trainings; a UserError names the current holder."""
     with contextlib.ExitStack() as held:
         with disk_faults(folder):
             make_folder(folder)
@@ -47,7 +46,7 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def wait_until_free(folder: Path, seconds: float) -> None:
-    """Wait until nobody trains into `folder`, at most so many seconds."""
+    """Wait until no process trains into `folder`, at most `seconds`."""
     until = time.monotonic() + seconds
     while (folder / LOCK).exists() and time.monotonic() < until:
         try:
@@ -58,7 +57,7 @@ def wait_until_free(folder: Path, seconds: float) -> None:
 
 
 def _lock_file(path: Path, held: contextlib.ExitStack) -> bool:
-    """False where the one before removed the file between our opening and locking it."""
+    """False if the previous holder removed the file after we opened it and before we locked it."""
     with contextlib.ExitStack() as opened:
         try:
             handle = regular(str(path), os.O_RDWR | os.O_CREAT | NO_FOLLOW)
@@ -71,7 +70,7 @@ def _lock_file(path: Path, held: contextlib.ExitStack) -> bool:
         if not _is_at(handle, path):
             return False
         content = os.read(handle, 200)
-        if content.strip(b"\0") and not content.startswith(SIGNATURE):  # zeros are what a power cut leaves
+        if content.strip(b"\0") and not content.startswith(SIGNATURE):  # a power cut may leave zeros
             raise _in_the_way(path)
         os.lseek(handle, 0, os.SEEK_SET)
         os.truncate(handle, 0)

@@ -15,7 +15,7 @@ from tokendepth.errors import UserError
 
 
 def choose_device(request: str, option: str = "--device") -> torch.device:
-    """`auto`, `cpu` or `cuda`, asked for by `option`. A GPU that is not there is an error, never a silent fallback."""
+    """`auto`, `cpu` or `cuda`, as `option` requests. A missing GPU is an error, never a silent fallback."""
     if request == "auto":
         request = "cuda" if torch.cuda.is_available() else "cpu"
     if request == "cuda":
@@ -32,22 +32,22 @@ def choose_device(request: str, option: str = "--device") -> torch.device:
 
 
 def memory_bytes(device: torch.device) -> float:
-    """All the memory that `device` has, used or not; infinite where the system does not tell."""
+    """Total memory of `device`; infinite if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees, for its next allocation.
+    """Keep freed memory in this process, for its next allocation.
 
     glibc returns large blocks to the system, which clears their pages anew when they are next touched: a fifth of a
     forward pass at the paper's shape. With another C library nothing is done.
     """
     if platform.libc_ver()[0] == "glibc":
         libc, trim_threshold, mmap_max = ctypes.CDLL(None), -1, -4
-        libc.mallopt(trim_threshold, -1)  # never give back the end of the heap
-        libc.mallopt(mmap_max, 0)  # no block outside of the heap
+        libc.mallopt(trim_threshold, -1)  # never return the end of the heap
+        libc.mallopt(mmap_max, 0)  # no blocks outside the heap
 
 
 def describe_device(device: torch.device) -> str:
@@ -57,7 +57,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What a reader needs to repeat a number; nothing that names a person or a machine."""
+    """What is needed to repeat a number; nothing that identifies a person or a machine."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
     return {
         "tokendepth": tokendepth.__version__,
@@ -72,7 +72,7 @@ def environment(device: torch.device) -> dict[str, str]:
 def commit() -> str:
     """The commit of this source tree, `+changes` if it was edited since; `unknown` outside a checkout.
 
-    A copy of the tree that came without its history may be told by TOKENDEPTH_COMMIT.
+    TOKENDEPTH_COMMIT names it for a copy of the tree without its history.
     """
     if told := os.environ.get("TOKENDEPTH_COMMIT"):
         return told

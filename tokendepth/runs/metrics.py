@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object a line, in order of steps.
 
-It only grows, so that a row costs the same after a million others. A training appends every row to two files, the
-run's own and a copy among the checkpoints; a checkpoint notes how long they were, and their SHA-256. Going on from it
-reads the rows once and writes none of them again; a file that was lost or damaged is made from the other.
+It is append-only, so that a row costs the same after a million others. Training appends every row to two files, the
+run's own and a copy among the checkpoints; a checkpoint records their size and SHA-256. Resuming reads the rows once
+and rewrites none; a lost or damaged file is restored from the other.
 """
 
 import hashlib
@@ -34,10 +34,10 @@ Row = dict[str, Any]
 
 
 class MetricsLog:
-    """The rows of a run that trains."""
+    """The metrics rows of a run in training."""
 
     def __init__(self, run: Path, noted: Facts | None = None, rows: bytes | None = None) -> None:
-        """`noted` is what `facts` was at the checkpoint; checkpoints of the first format had the `rows` themselves."""
+        """`noted` is the checkpoint's `facts`; checkpoints of the first format held the `rows` themselves."""
         self.path, self.copy, self.rows = run / METRICS, run / "checkpoints" / METRICS, rows
         self._begin_with(rows or b"")
         if noted is not None:
@@ -48,7 +48,7 @@ class MetricsLog:
         self.size, self.sha256 = len(rows), self.digest.hexdigest()
 
     def restore(self) -> list[str]:
-        """Make both files what they should be, before anything is appended; one line where rows had been damaged."""
+        """Repair both files before anything is appended; returns a line for the user if rows were damaged."""
         with disk_faults(self.copy):
             make_folder(self.copy.parent)
             if self.rows is not None or not os.path.isfile(self.copy):
@@ -64,7 +64,7 @@ class MetricsLog:
         return lines
 
     def _holds_the_rows(self, path: Path) -> bool:
-        """Whether `path` begins with them; rows after them are of steps that will be taken again."""
+        """Whether `path` begins with the checkpoint's rows; later rows are of steps that will be repeated."""
         digest, size = hashlib.sha256(), 0
         try:
             for piece in first_bytes(path, self.size):
@@ -98,7 +98,7 @@ class MetricsLog:
         self.size, self.sha256 = self.size + len(line), self.digest.hexdigest()
 
     def facts(self) -> Facts:
-        """For a checkpoint, once the rows are on the disk. An OSError is the caller's to tell."""
+        """For a checkpoint, once the rows are on the disk. The caller handles OSErrors."""
         append(self.path, b"", sync=True)
         append(self.copy, b"", sync=True)
         return {"bytes": self.size, "sha256": self.sha256}
@@ -112,12 +112,12 @@ def row_bytes(row: Row) -> bytes:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Every complete row; a last line that a crash cut short is not one."""
+    """Every complete row; a last line cut short by a crash is ignored."""
     return _rows(path, 0)
 
 
 def last_rows(path: Path) -> list[Row]:
-    """Some of the last ones, those of the last step among them, however many there are before."""
+    """Some of the last rows, at least those of the last step; the rest of the file is not read."""
     try:
         size = os.stat(path).st_size
     except OSError:
@@ -131,7 +131,7 @@ def _rows(path: Path, start: int) -> list[Row]:
         with open_regular(path) as file:
             file.seek(max(0, start - 1))
             if start:
-                file.readline(LONGEST_ROW)  # the end of a row that began before
+                file.readline(LONGEST_ROW)  # skip the end of a row that began earlier
             for number in itertools.count(1):
                 line = file.readline(LONGEST_ROW)
                 if not line:

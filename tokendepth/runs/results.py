@@ -19,7 +19,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def add_rows(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
-    """Add `rows` to the file at `path`; a row that agrees with one there in all of `identity` takes its place."""
+    """Add `rows` to the file at `path`; a row that equals an existing one in all of `identity` replaces it."""
 
     def key(row: Row) -> str:
         return json.dumps([_as_of_now(row, name) for name in identity], sort_keys=True)
@@ -27,13 +27,13 @@ def add_rows(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
     with disk_faults(path):
         make_folder(path.parent)
     merged = {key(row): row for row in [*(read_rows(path) if path.exists() else []), *rows]}
-    # One row a line: a changed number is a one-line difference.
+    # One row per line: a changed number is a one-line difference.
     text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in merged.values()) + "\n]\n"
     write_bytes(path, text.encode())
 
 
 def _as_of_now(row: Row, name: str) -> Any:
-    """A value by which rows are told apart; a config that an earlier version wrote is still the same experiment."""
+    """A value that identifies rows; a config written by an earlier version is still the same experiment."""
     value = row.get(name)
     if name != "config":
         return value

@@ -5,9 +5,9 @@
     eval.json                              once evaluated
     calibration.json                       once thresholds of other budgets are kept
 
-The manifest seals what a run was when it was finished; what is added later has a seal of its own. A run may lie behind
-a link, and so may each of its files: reading follows links to regular files, writing puts a file in a link's place. No
-file is ever a pickle. Imports no torch: tensors come and go as numpy arrays.
+The manifest holds checksums of a finished run's files; files added later carry their own. A run folder and each of its
+files may be links: reading follows links to regular files, writing replaces a link by a file. No file is ever a pickle.
+Imports no torch: tensors come and go as numpy arrays.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ from tokendepth.runs.metrics import METRICS, MetricsLog, Row, last_rows, read_ro
 
 LOCK = ".lock"
 EVALUATION_VERSION = 2
-"""2: sealed. An evaluation of version 1 is read after its types and ranges are checked."""
+"""Since version 2 it is sealed. An evaluation of version 1 is read after its types and ranges are checked."""
 SMALL_FILES = (*CARRIED_FILES, METRICS)
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
 OWN_NAMES = "|".join((*SMALL_FILES, "model.safetensors", MANIFEST, "eval.json", "calibration.json")).replace(".", r"\.")
@@ -58,7 +58,7 @@ RESTORE = "restore it from a copy, or train the run anew in another folder"
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder: config, metrics, checkpoints while it trains, then weights and figures.
+    """A run folder: config, metrics, checkpoints during training, then weights and evaluation.
 
     >>> run = td.Run.open("runs/tsa")
     >>> run.finished, run.config.recipe
@@ -69,9 +69,9 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> "Run":
-        """An existing run; a UserError where there is none."""
+        """Open an existing run; a UserError if there is none."""
         run = cls(Path(path))
-        # Those of os.path never raise, as Path's do for a name that is too long or a folder that may not be read.
+        # os.path's tests never raise; Path's do for names that are too long and folders that may not be read.
         if os.path.isfile(run.path):
             raise UserError(f"{run.path} is a file; expected a run folder; name the folder")
         if not os.path.isdir(run.path):
@@ -84,14 +84,14 @@ class Run:
 
     @classmethod
     def create(cls, path: str | Path, config: RunConfig, *, resume: bool) -> "Run":
-        """The run folder for `config`: new, or with `resume` the one that is there if it is of the same config."""
+        """The run folder for `config`: a new one, or with `resume` an existing one of the same config."""
         run = cls(Path(path))
         with disk_faults(run.path):
             make_folder(run.path)
             ours = {LOCK, *(path.name for path in left_overs(run.path, OWN_NAMES))}
             stray = [path.name for path in run.path.iterdir() if path.name not in ours]
         if "config.json" in stray and not resume:
-            raise UserError(f"{run.path} already holds a run; go on with it by --resume, or choose another --out")
+            raise UserError(f"{run.path} already holds a run; continue it with --resume, or choose another --out")
         if stray and (problem := run._problem_with(config, min(stray))) and not (resume and run._was_of(config)):
             raise UserError(problem)
         remove_left_overs(run.path, OWN_NAMES)
@@ -101,7 +101,7 @@ class Run:
         return run
 
     def _problem_with(self, config: RunConfig, stray: str) -> str | None:
-        """Why `config` cannot go on in this folder, which is not empty, as far as its config.json tells."""
+        """Why `config` cannot be resumed in this folder, judging by its config.json; None if it can."""
         if not os.path.lexists(self.path / "config.json"):
             return f"{self.path} is not empty and not a run (it holds {stray}); choose another --out"
         try:
@@ -111,7 +111,7 @@ class Run:
         return f"{self.path} holds another run: {difference}; choose another --out" if difference else None
 
     def _was_of(self, config: RunConfig) -> bool:
-        """Whether the newest good checkpoint is of `config`: then it is config.json that was damaged."""
+        """Whether the newest good checkpoint is of `config`: then only config.json was damaged."""
         checkpoint, _ = self.load_checkpoint()
         try:
             return checkpoint is not None and from_dict(parse_json(checkpoint.files["config.json"])) == config
@@ -139,7 +139,7 @@ class Run:
 
     @property
     def env(self) -> dict[str, Any] | None:
-        """None in a run that was not begun."""
+        """None in a run that has not begun."""
         path = self._checked("env.json")
         if not os.path.lexists(path):
             return None
@@ -154,7 +154,7 @@ class Run:
         return read_json(self._checked("tokenizer.json"))
 
     def _checked(self, name: str) -> Path:
-        """The path of a file that, in a finished run, is still as it was when the run was finished."""
+        """The path of a file; in a finished run it is verified first."""
         if self.finished:
             with _remedy(RESTORE):
                 files = read_manifest(self.path).files
@@ -163,7 +163,7 @@ class Run:
         return self.path / name
 
     def restore(self, files: dict[str, bytes]) -> list[str]:
-        """Write whichever of `files` is not as it should be; one line for each that was lost or damaged."""
+        """Restore those of `files` that differ; one line for each that was lost or damaged."""
         lines = []
         for name, content in files.items():
             path = self.path / name
@@ -175,7 +175,7 @@ class Run:
         return lines
 
     def check_corpus(self, fingerprint: str) -> None:
-        """A run goes on, and is measured, only on the text that it was trained on."""
+        """A run may be resumed and evaluated only on the text that it was trained on."""
         env = self.env
         if env is None:
             return
@@ -195,11 +195,11 @@ class Run:
         return read_rows(self._checked(METRICS))
 
     def last_metrics(self) -> list[Row]:
-        """The last rows, some hundreds: for a look in passing, however long the run is."""
+        """The last rows, some hundreds: a quick look, however long the run is."""
         return last_rows(self.path / METRICS)
 
     def metrics_log(self, checkpoint: Checkpoint | None) -> MetricsLog:
-        """For a training that goes on from `checkpoint`, or begins."""
+        """The log for a training that resumes from `checkpoint`, or begins."""
         return MetricsLog(self.path, checkpoint.metrics, checkpoint.rows) if checkpoint else MetricsLog(self.path)
 
     # -- checkpoints
@@ -214,7 +214,7 @@ class Run:
         return checkpoints.load(self.checkpoints)
 
     def check_checkpoint(self, checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -> None:
-        """One that verifies may still be of another run: whoever moves folders can mix them up."""
+        """A valid checkpoint may still be of another run: users who move folders can mix them up."""
         folder, difference = self.checkpoints / f"step-{checkpoint.step:08d}", None
         there, env = (checkpoint.files.get(name, b"null") for name in ("config.json", "env.json"))
         try:
@@ -238,7 +238,7 @@ class Run:
         return os.path.lexists(self.path / MANIFEST)
 
     def finish(self, weights: Tensors) -> None:
-        """Write the trained weights; the manifest makes the run a finished one. Its checkpoints have served then."""
+        """Write the trained weights and the manifest, which marks the run as finished; then remove the checkpoints."""
         small = [name for name in SMALL_FILES if os.path.lexists(self.path / name)]
         with disk_faults(self.path):
             replace_bytes(self.path / "model.safetensors", serialize(weights))
@@ -246,10 +246,10 @@ class Run:
         checkpoints.remove_all(self.checkpoints)
 
     def verify(self) -> None:
-        """A UserError if the run is not finished, or a file of it was changed since."""
+        """A UserError if the run is not finished, or one of its files has changed since."""
         if not self.finished:
             missing = f", or {self.path / MANIFEST} was lost" if (self.path / "model.safetensors").exists() else ""
-            remedy = f"go on with: tokendepth train ... --out {self.path} --resume"
+            remedy = f"continue it: tokendepth train ... --out {self.path} --resume"
             raise UserError(f"{self.path} is not finished{missing}; {remedy}")
         with _remedy(RESTORE):
             step, steps = verify_manifest(self.path, MODEL_FILES, SMALL_FILES).step, self.config.train.steps
@@ -258,7 +258,7 @@ class Run:
 
     @property
     def fingerprint(self) -> str:
-        """Of the finished run's weights: as good as they are, and shorter."""
+        """Identifies the finished run's weights."""
         self.verify()
         return read_manifest(self.path).files["model.safetensors"]["sha256"]
 
@@ -278,15 +278,15 @@ class Run:
             return None
         if problem := shapes.problem(tree, shapes.EVALUATION):
             raise UserError(f"{self.path / 'eval.json'} is damaged: {problem}; {remedy}")
-        return {"curve": [], "passage": None, **tree}  # which the first versions did not have
+        return {"curve": [], "passage": None, **tree}  # the first versions did not write these
 
     def write_evaluation(self, tree: dict[str, Any]) -> None:
         write_sealed(self.path / "eval.json", tree)
 
     def read_added(self, name: str, version: int, remedy: str) -> dict[str, Any] | None:
-        """A sealed file of numbers, of up to this `version`; None where there is none.
+        """A sealed file of numbers, of at most this `version`; None if there is none.
 
-        Those of version 1 have no seal. A run that was finished since there are seals has none of these.
+        Files of version 1 have no seal; a run that was finished by a version with seals has no such files.
         """
         path = self.path / name
         if not os.path.lexists(path):

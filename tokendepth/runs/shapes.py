@@ -1,4 +1,4 @@
-"""What the JSON of a run may hold, field by field: a value of another type or range is never taken for a number.
+"""The schema of a run's JSON files: values of a wrong type or range are rejected.
 
 A shape is a `Kind` of value, an `Object`, `[shape]` for a list, None for null, or a tuple of shapes of which one has to
 fit.
@@ -13,7 +13,7 @@ from tokendepth.checks import printable
 
 Shape = Any
 ROUNDING = 1e-6
-"""By so much a share may exceed 1 and a loss fall below 0."""
+"""How far, by rounding, a share may exceed 1 and a loss fall below 0."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Kind:
 class Object:
     needed: Mapping[str, Shape] = field(default_factory=dict)
     known: Mapping[str, Shape] = field(default_factory=dict)
-    """What older versions did not write."""
+    """Fields that older versions did not write."""
     other: Shape = ()
-    """What has any other name."""
+    """Shape of fields with any other name."""
 
 
 def problem(value: Any, shape: Shape, name: str = "") -> str | None:
-    """What is wrong with the field `name`, or with all of a file, as the end of a message; None where nothing is."""
+    """What is wrong with the field `name` (empty: the whole file), as the end of a message; None if nothing is."""
     match shape:
         case tuple():
             problems = [problem(value, one, name) for one in shape] or [f"its {name} is unknown"]
@@ -65,7 +65,7 @@ def _expected(value: Any, name: str, expected: str) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Finite, and no larger than a float can be."""
+    """Finite, and within the range of a float."""
     if type(value) is int:
         return abs(value) < 2**1000
     return type(value) is float and math.isfinite(value)
@@ -113,7 +113,7 @@ EVALUATION = Object(
     },
     other=NUMBER,
 )
-"""eval.json; `other` are savings, FLOPs and the point of the method's dial."""
+"""eval.json; `other` are savings, FLOPs and the value of the method's dial."""
 ANY = Kind("anything", lambda value: True)
 ROW = Object(
     needed={"name": TEXT, "config": ANY, "evaluation": EVALUATION, "trained_on": (None, ENVIRONMENT)},

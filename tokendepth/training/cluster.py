@@ -1,7 +1,7 @@
-"""A pool on a Ray cluster: each run is a task that starts, on some node, the process the local pool would start here.
+"""A pool on a Ray cluster: each run is a Ray task that starts the same process as the local pool, on some node.
 
-The run folder is the only interface: all nodes share it, and the sweep reads there how far a run is. A task whose node
-dies is started again on another, and its run goes on at its last checkpoint.
+The run folder is the only interface: all nodes share it, and the sweep reads a run's progress there. A task whose node
+dies is started again on another node, and its run resumes from its last checkpoint.
 """
 
 import io
@@ -29,11 +29,11 @@ from tokendepth.training.progress import console
 
 RETRIES = 3
 CONNECT_S, LOST_S = 20, 20
-"""For a cluster to answer, at first and later; Ray itself tries for minutes, or ends this process after one."""
+"""Seconds for a cluster to answer; Ray itself would try for minutes, or end this process after one."""
 RELEASE_S = 120
-"""For a run to end on a node that was given up for dead but was only out of reach."""
+"""Seconds for a run to end on a node that was taken for dead but was only unreachable."""
 VISIBLE_S = 60
-"""For what a node wrote to be seen here: network file systems take their time."""
+"""Seconds until files written by a node are visible here: network file systems are slow."""
 LOOK_EVERY_S = 2
 
 CONNECT = """
@@ -64,7 +64,7 @@ class RayPool(Pool):
         with ExitStack() as held:
             with self.console.status("waiting for its answer"):
                 self._check_that_it_answers()
-            held.enter_context(redirect_stdout(io.StringIO()))  # where Ray tells of its nodes, at length
+            held.enter_context(redirect_stdout(io.StringIO()))  # Ray prints much about its nodes there
             held.callback(self.ray.shutdown)
             self.ray.init(address=self.address, log_to_driver=False, logging_level="ERROR")
             self.address, self.answered = self.ray.get_runtime_context().gcs_address, time.monotonic()
@@ -83,7 +83,7 @@ class RayPool(Pool):
         self.held.close()
 
     def _check_that_it_answers(self) -> None:
-        """Quickly where nobody listens; else by a process that joins, because Ray cannot be told when to give up."""
+        """First whether anything listens; then by a process that joins, because Ray has no time limit of its own."""
         if self.address != "auto" and (fault := _unreachable(self.address)):
             raise UserError(
                 f"{self.name} does not answer ({fault}); is it up, and the address that `ray start` printed?"
@@ -105,14 +105,14 @@ class RayPool(Pool):
             )
 
     def room(self) -> int:
-        """For as many runs as the nodes can hold that are there now."""
+        """As many runs as fit on the current nodes."""
         if time.monotonic() > self.looked + LOOK_EVERY_S:
             self._look()
         return int(min(self.workers, self.size))
 
     def _look(self) -> None:
         self.looked = time.monotonic()
-        if fault := _unreachable(self.address):  # before Ray is asked, which would not return
+        if fault := _unreachable(self.address):  # before Ray is asked, which might not return
             self.lost = time.monotonic() > self.answered + LOST_S
             if self.lost:
                 raise UserError(
@@ -156,7 +156,7 @@ class RayJob:
         if code == 0 and not self.evaluation.exists():
             if time.monotonic() < self.done + VISIBLE_S:
                 return None
-            return self._failed(f"it is finished, but {self.evaluation} is not to be seen here; repeat the command")
+            return self._failed(f"it is finished, but {self.evaluation} is not visible here; repeat the command")
         return code
 
     def _failed(self, words: str) -> int:
@@ -174,8 +174,8 @@ class RayJob:
 
 
 def _execute(task: dict[str, Any], log: Path, token: Path, environment: dict[str, str], folder: str) -> int:
-    """On a node: what the local pool does here."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray cancels by it; a node may have it ignored
+    """Runs on a node: what the local pool does here."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray cancels tasks with it; a node may ignore it
     if not token.exists():
         raise UserError(
             f"{socket.gethostname()}, a node of the cluster, does not see {token.parent}; "
@@ -185,7 +185,7 @@ def _execute(task: dict[str, Any], log: Path, token: Path, environment: dict[str
         wait_until_free(Path(task["folder"]), RELEASE_S)
     process = start_process(task, log, environment, folder if os.path.isdir(folder) else None)
     try:
-        while process.poll() is None:  # not wait(): Ray interrupts between two instructions of Python only
+        while process.poll() is None:  # not wait(): Ray's interrupt arrives between Python instructions only
             time.sleep(0.2)
     finally:
         process.terminate()
@@ -208,7 +208,7 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
 
 
 def _unreachable(address: str) -> str:
-    """Why nobody listens at `address`; empty where somebody does."""
+    """Why `address` cannot be reached; empty if it can."""
     try:
         socket.create_connection(_host_and_port(address) or ("", 0), timeout=5).close()
     except (OSError, ValueError) as error:

@@ -11,27 +11,27 @@ from tokendepth.config import RunConfig
 from tokendepth.runs.files import disk_faults
 
 GPU_WORKERS = 8
-"""Enough small models to keep one GPU busy: a run that trains for 11 s takes 30 more to start, compile and evaluate."""
+"""Keeps one GPU busy with small models: a run that trains for 11 s takes 30 more to start, compile and evaluate."""
 
 
 class Job(Protocol):
-    """A run under way; on this machine `subprocess.Popen` itself."""
+    """A running run; on this machine a `subprocess.Popen`."""
 
     def poll(self) -> int | None:
-        """Its exit code, once it has ended."""
+        """The exit code; None while it runs."""
         ...
 
     def terminate(self) -> None:
-        """Ask it to save what it has and to end."""
+        """Ask it to save and stop."""
         ...
 
     def communicate(self) -> object:
-        """Wait for its end."""
+        """Wait until it has ended."""
         ...
 
 
 class Pool:
-    """Takes runs while it is entered."""
+    """A context manager that starts runs."""
 
     def __enter__(self) -> "Pool":
         return self
@@ -40,11 +40,11 @@ class Pool:
         pass
 
     def room(self) -> int:
-        """How many runs there may be at a time."""
+        """The most runs at a time."""
         raise NotImplementedError
 
     def start(self, task: dict[str, Any], log: Path) -> Job:
-        """Begin the run that `task` describes. What its process prints goes to `log`, which is there once it runs."""
+        """Start the run that `task` describes. Its output goes to `log`, which exists once it runs."""
         raise NotImplementedError
 
 
@@ -78,7 +78,7 @@ def start_process(
             [sys.executable, "-m", "tokendepth.training.sweep", json.dumps(task)],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": path, **environment},
-            stdin=subprocess.PIPE,  # never written to: its end is the sweep's
+            stdin=subprocess.PIPE,  # never written to: it closes when the sweep ends
             stdout=words,
             stderr=words,
             start_new_session=True,  # Ctrl-C reaches the sweep alone, which then asks its workers to stop

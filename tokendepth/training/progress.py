@@ -1,4 +1,4 @@
-"""What a person sees while training: one live line in a terminal; plain lines, and one per validation, elsewhere."""
+"""Progress of a training: one live line in a terminal; elsewhere plain lines, and one per validation."""
 
 import contextlib
 import time
@@ -9,7 +9,7 @@ from tokendepth.progress import Progress, console
 
 
 def loss_in_words(loss: float, bits_per_byte: float | None) -> str:
-    """Nats per token and, of a text, bits per byte, by which different tokens compare."""
+    """Nats per token and, for a text, bits per byte, which compare between tokenizers."""
     return f"{loss:.4f}" + (f" ({bits_per_byte:.4f} bits per byte)" if bits_per_byte is not None else "")
 
 
@@ -30,7 +30,7 @@ class TrainingProgress(Progress):
 
     @contextlib.contextmanager
     def pause(self, doing: str) -> Iterator[None]:
-        """While something else is done, which does not count for the tokens per second."""
+        """Around anything that must not count for the tokens per second."""
         numbers = self.note
         self.update(note=doing)
         yield

@@ -30,9 +30,9 @@ class Ranks:
             return cls()
         with _peers(), Progress("waiting for the other processes of this training"):
             store, rank, world = next(iter(dist.rendezvous("env://")))
-            # A name of its own for each group: what an earlier one of this process left in the store is not for this
-            # one, nor the addresses of those whom torchrun started before it had to start all again. Where torchrun
-            # keeps no store, each start has a new one, and a launcher that replaces a dead one counts from 0.
+            # Each group gets its own prefix, so that it never reads what an earlier group of this process, or ranks
+            # from before a restart by torchrun, left in the store. Where torchrun keeps no store, each start has a new
+            # one, and a launcher that replaces a dead one counts from 0.
             keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps_store else "0"
             store = dist.PrefixStore(f"tokendepth-{attempt}-{next(_groups)}", store)
@@ -41,7 +41,7 @@ class Ranks:
         return cls(rank, world)
 
     def leave(self) -> None:
-        """While the interpreter is whole: at exit the group's threads would be torn down under it."""
+        """Before the interpreter exits: otherwise the group's threads are torn down while they run."""
         if self.world > 1:
             dist.destroy_process_group()
 
@@ -73,7 +73,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
-        """If any rank raises a UserError inside, all raise at its end; the first of them says why."""
+        """If any rank raises a UserError inside, all raise at its end; the first of them prints why."""
         refused = None
         try:
             yield
@@ -90,7 +90,7 @@ class Ranks:
 
 
 def _alone() -> bool:
-    """Whether the environment names no other process; a UserError where it is not as torchrun would set it."""
+    """Whether this is the only process; a UserError if the environment is not as torchrun would set it."""
     world = _whole("WORLD_SIZE", "1")
     _expect(world is not None and world > 0, "WORLD_SIZE", "a whole number from 1 up")
     assert world is not None
@@ -117,7 +117,7 @@ def _expect(ok: bool, name: str, expected: str) -> None:
 
 @contextlib.contextmanager
 def _peers() -> Iterator[None]:
-    """All that can go wrong between ranks is that one is gone."""
+    """Turn any failure of communication into one line: another rank has gone."""
     try:
         yield
     except RuntimeError as error:

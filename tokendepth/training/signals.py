@@ -11,11 +11,11 @@ from types import FrameType
 from typing import Any
 
 CRASHES = ("SIGABRT", "SIGBUS", "SIGEMT", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
-"""Something is broken in the process itself: what it would save could not be trusted."""
+"""Faults of the process itself: what it would save could not be trusted."""
 HARMLESS = (
     "SIGCHLD", "SIGCONT", "SIGINFO", "SIGKILL", "SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGURG", "SIGWINCH",
 )  # fmt: skip
-"""They end no process, or cannot be caught. Every other one ends it (`man 7 signal`), the real-time ones too."""
+"""Signals that do not end a process, or cannot be caught. All others end it (`man 7 signal`), real-time ones too."""
 
 
 def _numbers(*names: str) -> set[int]:
@@ -23,17 +23,17 @@ def _numbers(*names: str) -> set[int]:
 
 
 def ending_signals() -> Collection[int]:
-    """Those that would end this process and can be caught.
+    """Signals that would end this process and can be caught.
 
-    Not those that somebody ignores (`nohup` SIGHUP, Python SIGPIPE and SIGXFSZ) or has a use for, such as faulthandler.
+    Without those that are ignored (SIGHUP by `nohup`, SIGPIPE and SIGXFSZ by Python) or used, as by faulthandler.
     """
     ending = signal.valid_signals() - _numbers(*CRASHES, *HARMLESS) - _taken()
-    # A shell lets what it starts in the background ignore Ctrl-C; who sends one of these two to a process means it.
+    # Shells start background jobs with these two ignored; sent to the process directly, they are meant.
     return {n for n in ending if signal.getsignal(n) is signal.SIG_DFL} | {signal.SIGINT, signal.SIGTERM}
 
 
 def _taken() -> set[int]:
-    """Ignored, or caught by whomever: Python knows only of its own handlers, Linux of all."""
+    """Signals that are ignored or caught: Python knows only its own handlers, Linux all of them."""
     masks = []
     with contextlib.suppress(OSError):
         masks = re.findall(r"^Sig(?:Ign|Cgt):\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
@@ -43,8 +43,8 @@ def _taken() -> set[int]:
 class StopSignals:
     """Turn the first signal that would end the process into a request that the loop honours between steps.
 
-    A second one from the keyboard (Ctrl-C, SIGQUIT) kills. Python runs a handler only between two of its own
-    instructions, and a backward pass is one: so a thread of ours hears of signals as they come.
+    A second one from the keyboard (Ctrl-C, SIGQUIT) kills. Python runs handlers only between two of its instructions,
+    and a backward pass is one instruction: so a thread receives signals as they arrive.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """A resumable grid of runs, several at once, each trained and evaluated in a process of its own.
 
-What is finished is not repeated, what was interrupted goes on where it was, and one that fails leaves the others alone:
-the run folders are all the state there is, so the same call is made until nothing is left to do.
+Finished runs are not repeated, interrupted ones are resumed, and a failed one does not affect the others. The run
+folders are the only state, so the same call can be repeated until nothing is left to do.
 """
 
 import json
@@ -28,7 +28,7 @@ from tokendepth.training.progress import console, loss_in_words
 from tokendepth.training.signals import StopSignals
 
 SILENCE_S = 5
-"""Where there is no terminal to draw on, a line says how far the runs are at least this often."""
+"""Seconds between lines of progress where there is no terminal."""
 
 
 @dataclass
@@ -36,9 +36,9 @@ class Outcome:
     runs: list[Run] = field(default_factory=list)
     """Trained and evaluated, in the order of the grid."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Name and last words of those that were not."""
+    """Name and last output of the runs that failed."""
     left: list[str] = field(default_factory=list)
-    """For want of time not finished, or not begun."""
+    """Runs that were not finished, or not begun, before the deadline."""
 
 
 @dataclass
@@ -71,8 +71,8 @@ def sweep(
     """Train and evaluate every config into `out/NAME`, `workers` at a time.
 
     `curve`, `tokens` and `split` are as in `evaluate`. `on` is `local`, or `ray` or `ray:HOST:PORT` for a Ray cluster.
-    At the `deadline`, a reading of `time.monotonic()`, whatever runs is saved and left for the next call. `each` is
-    told of every run as soon as it is evaluated.
+    At the `deadline`, a reading of `time.monotonic()`, running runs are saved and left for the next call. `each` is
+    called with every run as soon as it is evaluated.
     """
     if workers is not None and workers < 1:
         raise UserError(f"--workers is {workers}; expected 1 or more")
@@ -115,7 +115,7 @@ class _Sweep:
             TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(),
             console=console,
-            redirect_stdout=False,  # a pool may have done so
+            redirect_stdout=False,  # a pool may have redirected it already
             disable=not (show and console.is_terminal),
         )
 
@@ -148,7 +148,7 @@ class _Sweep:
 
     @contextmanager
     def _no_orphans(self) -> Iterator[None]:
-        """Whatever ends the sweep, short of killing it, its workers save what they have and end first."""
+        """However the sweep ends, short of SIGKILL, its workers save their runs and end first."""
         try:
             yield
         finally:
@@ -168,7 +168,7 @@ class _Sweep:
         return _Worker(name, self.pool.start(task, log.absolute()), log, time.perf_counter(), line)
 
     def _show(self) -> None:
-        """Every worker's line in a terminal; elsewhere one line about all of them, now and then."""
+        """In a terminal a line per worker; elsewhere one line about all of them, at intervals."""
         due = self.bar.disable and time.monotonic() > self.spoke + SILENCE_S
         if not self.show or (self.bar.disable and not due):
             return
@@ -183,7 +183,7 @@ class _Sweep:
         run = Run(self.out / worker.name)
         try:
             rows = run.last_metrics()
-        except UserError:  # being written just now; if it is damaged, the worker says so
+        except UserError:  # it is being written; if it is damaged, the worker says so
             return
         row = next((r for r in reversed(rows) if "task_loss" in r), None)
         if row:
@@ -216,18 +216,18 @@ class _Sweep:
 
 
 def _is_done(folder: Path, config: RunConfig, curve: bool, split: Split) -> bool:
-    """Finished, evaluated, and of this very config (the vocabulary apart, which only the corpus knows)."""
+    """Finished, evaluated, and of this config (except the vocabulary, which comes from the corpus)."""
     try:
         run = Run.open(folder)
         found, wanted = to_dict(run.config), to_dict(config)
         found["model"]["vocab_size"] = wanted["model"]["vocab_size"]
         return run.finished and _is_evaluated(run, curve, split) and found == wanted
-    except UserError:  # not there, or not readable: the worker says what is wrong
+    except UserError:  # missing or unreadable: the worker says what is wrong
         return False
 
 
 def _is_evaluated(run: Run, curve: bool, split: Split) -> bool:
-    """On that split, with its curve, where one is asked for and can be had."""
+    """On that split, and with a curve if one is wanted and the method has one."""
     from tokendepth.measure.evaluate import has_curve
 
     evaluation = run.evaluation
@@ -239,7 +239,7 @@ def _is_evaluated(run: Run, curve: bool, split: Split) -> bool:
 def train_and_evaluate(
     config: RunConfig, folder: str | Path, *, curve: bool, tokens: int | None = None, split: Split = "val"
 ) -> Run:
-    """What one worker does. Times are not taken: its neighbours would be in them."""
+    """What one worker does. Without timing: the other workers would disturb it."""
     from tokendepth.measure.evaluate import evaluate, has_curve
 
     run = train(config, folder, resume=True, show=False)
@@ -250,7 +250,7 @@ def train_and_evaluate(
 
 
 def _end_with_the_sweep() -> None:
-    """A sweep that is killed cannot ask its workers to stop; each hears of it by the end of its input, and stops."""
+    """A killed sweep cannot ask its workers to stop; each notices that its stdin has closed, and stops."""
 
     def wait() -> None:
         while os.read(0, 1):

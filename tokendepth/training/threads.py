@@ -1,6 +1,6 @@
-"""How many CPU threads a run began with: sums are cut by that number, so the last bits of every weight depend on it.
+"""The number of CPU threads of a run: sums are split by it, so the last bits of every weight depend on it.
 
-env.json has it, and a resumed run goes on with it, whatever its machine would choose.
+env.json records it, and a resumed run uses it again, whatever its machine would choose.
 """
 
 from typing import Any
@@ -9,12 +9,12 @@ import torch
 
 
 def keep_threads(begun: Any, here: int) -> str | None:
-    """Take the number that a run began with (what env.json has, None of a new run), else `here`, the machine's choice.
+    """Set the number of threads that a run began with (from env.json; None for a new run), else `here`, the default.
 
-    Returns what a user should know: that this is another number, or that it cannot be had.
+    Returns a line for the user if that is another number than `here`, or cannot be set.
     """
     number = begun if type(begun) is int and begun > 0 else here
-    torch.set_num_threads(number)  # also where it stays the same: without this call MKL may take fewer
+    torch.set_num_threads(number)  # even if unchanged: without this call MKL may use fewer
     if torch.get_num_threads() != number:
         return (
             f"it began with {number} CPU threads and PyTorch keeps to {here}: the result will differ in its last bits"

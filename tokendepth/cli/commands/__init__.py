@@ -1,4 +1,4 @@
-"""The commands: each is a dataclass whose fields are the options, whose docstring is the help and `__call__` the work.
+"""The commands. Each is a dataclass: its fields are the options, its docstring the help, its `__call__` the work.
 
 Imports are inside the commands, so that `tokendepth --help` does not load torch.
 """

@@ -15,23 +15,23 @@ from tokendepth.progress import Progress
 
 @dataclass(frozen=True)
 class Sweep:
-    """Train and evaluate a grid of runs, several at once. What is finished is not repeated: call it until it is done.
+    """Train and evaluate a grid of runs, several at once. Finished runs are not repeated: call it until all are done.
 
     A cell of the grid is a recipe and what to vary in it: shakespeare.dense:model.n-layer=2,3,4
     """
 
     grid: tyro.conf.Positional[tuple[str, ...]]
-    """Recipes, each with its overrides after colons, values apart by commas."""
+    """Recipes, each followed by its overrides: colons between overrides, commas between values."""
     seeds: int = 3
     """How many seeds each, from 0; fewer than three prove nothing."""
     workers: int | None = None
-    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU; on a cluster what it holds."""
+    """Runs at a time; by default 1 on a CPU, up to 8 on a GPU (one per two cores), on a cluster as many as fit."""
     on: str = "local"
-    """Where: local, or ray:HOST:PORT, or ray for the Ray cluster that this machine belongs to; see docs/CLUSTER.md."""
+    """Where to train: local, ray:HOST:PORT, or ray for the cluster of this machine; see docs/CLUSTER.md."""
     curve: bool = False
-    """Also execute budget-routed runs at budgets from 0.2 to 1, those with exits at a row of thresholds."""
+    """Also execute budget-routed runs at budgets from 0.2 to 1, and early-exit runs at several thresholds."""
     out: Path = Path("runs/sweep")
-    """Folder of the run folders."""
+    """Folder for the run folders."""
     results: Path | None = None
     """Also add the runs' figures to this results file."""
 
@@ -62,24 +62,24 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time this machine: what skipping gives in a forward pass, what adaptive depth costs in training."""
+    """Time this machine: what skipping gains in a forward pass, what adaptive depth costs in training."""
 
     what: tyro.conf.Positional[Literal["forward", "training"]]
-    """forward: passes that skip against dense ones. training: steps of TSA and of skipping against dense ones."""
+    """forward: passes that skip against dense ones. training: steps of adaptive models against dense ones."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
     out: Path = Path("runs/bench")
-    """Folder of forward.json and training.json; a row takes the place of one that was measured the same way."""
+    """Folder for forward.json and training.json; a new row replaces an old one that was measured the same way."""
     json: bool = False
     """Print one JSON object a line instead of words."""
     fractions: str | None = None
-    """Of forward: active fractions of random decisions, with commas between them."""
+    """forward: active fractions of random decisions, separated by commas."""
     batches: str | None = None
-    """Of forward: sequences in a pass, with commas between them."""
+    """forward: batch sizes, separated by commas."""
     run: Path | None = None
-    """Of forward: a trained run that decides for itself on its validation text, instead of random decisions."""
+    """forward: time a trained run with its own decisions on validation text, instead of random decisions."""
     processes: int = 1
-    """Of forward: measure in so many processes, one after the other, and keep the rows of the one in the middle."""
+    """forward: measure in this many processes, one after the other, and keep the rows of the median one."""
 
     def __call__(self) -> None:
         if self.what == "forward":

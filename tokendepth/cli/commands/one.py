@@ -17,7 +17,7 @@ from tokendepth.recipes import RECIPES, recipe, summary
 
 PARTS = ("data", "model", "method", "train")
 DEMO_TOKENS = 2**15
-"""Of the validation text that the demo's models are executed on, so that it takes seconds."""
+"""Tokens of validation text that the demo evaluates on, so that it takes seconds."""
 LOADING = "loading PyTorch"
 
 
@@ -30,7 +30,7 @@ def _recipe_choice(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    Recipe = Any  # a union that is made at run time is no type to a static checker
+    Recipe = Any  # a type checker does not accept a union made at run time
 else:
     _CHOICES = Union[tuple(_recipe_choice(name) for name in RECIPES)]  # noqa: UP007
     Recipe = Annotated[_CHOICES, tyro.conf.arg(name="")]
@@ -45,14 +45,15 @@ class Demo:
     """Train three small models on your CPU, dense, budget and TSA, execute them, and show what was really saved."""
 
     out: Path = Path("runs/demo")
-    """Folder for the runs and the report. What is finished there is not repeated."""
+    """Folder for the runs and the report. Finished runs are not repeated."""
 
     def __call__(self) -> None:
         from rich.console import Console
 
         from tokendepth.progress import Progress
-        from tokendepth.report import build, sentences, terminal_table
+        from tokendepth.report import build, check_extra, sentences, terminal_table
 
+        check_extra()
         print("Three small models learn to write Python: about two minutes on two cores.", file=sys.stderr)
         with Progress("starting PyTorch"):
             from tokendepth.measure.evaluate import evaluate
@@ -81,7 +82,7 @@ class Train:
     out: Path | None = None
     """Run folder; by default runs/RECIPE-SEED."""
     resume: bool = False
-    """Go on with the run in --out, or start it where there is none: repeat the same line until it is done."""
+    """Continue the run in --out, or start it if there is none: repeat the same line until it is done."""
 
     def __call__(self) -> None:
         from tokendepth.progress import Progress
@@ -102,7 +103,7 @@ class Evaluate:
     run: tyro.conf.Positional[Path]
     """Run folder."""
     split: Literal["val", "test"] = "val"
-    """Which text; thresholds and weights have seen neither."""
+    """Which text to measure on; neither was used for training or for thresholds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
     timing: bool = True
@@ -110,7 +111,7 @@ class Evaluate:
     budget: float | None = None
     """Execute a budget-routed run at this budget instead of its own; the result is printed, not kept in the run."""
     curve: bool = False
-    """Also execute a budget-routed run at budgets from 0.2 to 1, one with exits at the paper's 13 thresholds."""
+    """Also execute a budget-routed run at budgets from 0.2 to 1, an early-exit run at the paper's 13 thresholds."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -126,7 +127,7 @@ class Evaluate:
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "json")}
         result = evaluate(run, **settings, show=True)
         kept = self.split == "val" and self.budget is None
-        # Neither a full disk nor a stdout that nobody reads may swallow what took minutes to measure.
+        # Results that took minutes must survive a full disk and a closed stdout.
         try:
             if self.json:
                 print(json.dumps(result, allow_nan=False))
@@ -152,7 +153,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Calibrate:
-    """Find the thresholds at which a budget-routed run works on a given share of the tokens, and keep them in it."""
+    """Find the thresholds at which a budget-routed run works on a given share of the tokens, and store them in it."""
 
     run: tyro.conf.Positional[Path]
     """Run folder."""
@@ -232,13 +233,13 @@ class Generate:
     run: tyro.conf.Positional[Path]
     """Run folder."""
     prompt: str = ""
-    """Text to continue; as much of its end as the context holds is read. Empty: the first token of the vocabulary."""
+    """Text to continue; only as much of its end as the context holds is read. Empty: start from token 0."""
     tokens: int = 200
     """How many tokens to add."""
     temperature: float = 0.8
     """0 takes the likeliest token."""
     seed: int = 0
-    """Fixes the sample."""
+    """Random seed of the sample."""
     execution: Literal["soft", "hard", "sparse"] = "sparse"
     """sparse skips work; hard is its dense reference; soft is the paper's training mode."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

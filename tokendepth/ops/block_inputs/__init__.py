@@ -1,6 +1,6 @@
-"""What a block needs of every token before any is skipped: its norm, its key and value, and what the router decides.
+"""What a block computes for every token before any is skipped: norm, key and value, and the router's decision.
 
-Active rows need the norm too. All three read the same states, so that one pass over them is enough.
+All three read the same states, so one pass over them is enough.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ __all__ = ["BlockInputs", "NormWeights", "RouterWeights", "Threshold", "block_in
 
 
 class NormWeights(NamedTuple):
-    """Of a LayerNorm; of an RMSNorm where there is no shift."""
+    """Of a LayerNorm, or of an RMSNorm, which has no shift."""
 
     scale: Tensor
     shift: Tensor | None
@@ -22,7 +22,7 @@ class NormWeights(NamedTuple):
 
 
 class RouterWeights(NamedTuple):
-    """As `halting_logits` takes them; `normed`: it reads what the norm makes of the state before scale and shift."""
+    """As `halting_logits` takes them; `normed`: the router reads the normalised state, before scale and shift."""
 
     w1: Tensor
     b1: Tensor
@@ -41,7 +41,7 @@ class Threshold(NamedTuple):
 
 class BlockInputs(NamedTuple):
     x: Tensor
-    """What the first norm makes of the state, `[..., d]`."""
+    """The state after the first norm, `[..., d]`."""
     kv: Tensor
     """Keys and values side by side as they are projected, `[..., 2 x kv heads x width]`."""
     decision: Decision | None
@@ -57,10 +57,10 @@ def block_inputs(
     threshold: Threshold | None = None,
     backend: str = "auto",
 ) -> BlockInputs:
-    """h: `[batch, time, d]`. w_kv: `[out, d]`, b_kv: `[out]`. With a router goes the threshold of its decision.
+    """h: `[batch, time, d]`. w_kv: `[out, d]`, b_kv: `[out]`. A router comes with the threshold of its decision.
 
-    `auto` is the kernel for low precision on a GPU where no gradient is wanted, `joined` where a compiler packs the
-    weights (`infer/compile.py`), and `eager` otherwise.
+    `auto` is the kernel for low precision on a GPU without a gradient, `joined` where a compiler packs the weights
+    (`infer/compile.py`), and `eager` otherwise.
     """
     assert (router is None) == (threshold is None), "a router decides by a threshold"
     if backend == "auto":

@@ -4,11 +4,11 @@ from torch import Tensor
 
 
 def joined(h: Tensor, norm, w_kv: Tensor, b_kv: Tensor | None, router) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference`, keys, values and the router's hidden layer by one product over the normalised state.
+    """As `reference`, with keys, values and the router's hidden layer in one product over the normalised state.
 
-    The norm's scale and shift go into the weights. A router that reads the state itself, which is the normalised one
-    times its deviation plus its mean, gets both back afterwards. For a compiler that knows the weights beforehand:
-    what is made of them here is then made once.
+    The norm's scale and shift are folded into the weights. For a router that reads the state itself (the normalised one
+    times its deviation plus its mean), both are restored afterwards. Meant for a compiler to which weights are
+    constants: folding them then happens once.
     """
     if norm.shift is None:
         exact = h.to(torch.promote_types(h.dtype, torch.float32))

@@ -1,6 +1,6 @@
-"""One kernel: a program normalises its rows for itself, which costs less than reading them back would."""
+"""One kernel: every program normalises its own rows, which costs less than reading them back would."""
 
-# A launch takes numbers for constexpr and options that are no parameters: more than a type checker can know.
+# Triton launches take constexpr numbers and extra options, which a type checker cannot know.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import torch
@@ -13,8 +13,8 @@ from tokendepth.ops.decide.kernel import BY_NUMBER, above, by_what, tensor_or_nu
 from tokendepth.ops.launch import FEW_TOKENS, check_kernel, fits_one_tile
 from tokendepth.ops.launch.kernel import after_previous, let_next_begin, overlapped
 
-# Programs share the bandwidth of the second-level cache, from which each reads its rows and its columns of w. With many
-# rows a program takes all columns, which reads least; with fewer there must be a program for every multiprocessor.
+# Programs share the bandwidth of the L2 cache, from which each reads its rows and its columns of w. With many rows a
+# program takes all columns, which reads least; with few rows every multiprocessor must get a program.
 MANY = {"BLOCK_M": 64, "BLOCK_N": 64, "COLUMNS": 512, "num_warps": 4, "num_stages": 2}
 FEW = {"BLOCK_M": 64, "BLOCK_N": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1}
 FEWEST = {"BLOCK_M": 16, "BLOCK_N": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1}
@@ -28,9 +28,9 @@ def _enter(
     BY: tl.constexpr, INCLUSIVE: tl.constexpr, VALID: tl.constexpr,
     BLOCK_H: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j): the i-th block of rows, normalised, times the j-th piece of so many columns of w.
+    """Program (i, j): the i-th block of rows, normalised, times the j-th block of columns of w.
 
-    The first piece also writes the norm, the last also asks the router and decides.
+    The first column block also writes the norm, the last also runs the router and decides.
     """
     after_previous(OVERLAP)
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -48,7 +48,7 @@ def _enter(
             source = value.to(tile.dtype) if NORMED else tile
             hidden = tl.dot(source, tl.trans(w1_tile), input_precision="ieee")
             hidden += tl.load(b1 + unit, mask=unit < HIDDEN, other=0.0).to(tl.float32)[None, :]
-            hidden = tl.where(hidden < 0, 0.0, hidden)  # not a maximum, which would hide a NaN
+            hidden = tl.where(hidden < 0, 0.0, hidden)  # tl.maximum would hide a NaN
             weight = tl.load(w2 + unit, mask=unit < HIDDEN, other=0.0).to(tl.float32)
             said = tl.sum(hidden * weight[None, :], 1) + tl.load(b2).to(tl.float32)
             tl.store(logit + row, said, mask=there)

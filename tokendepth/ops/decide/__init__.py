@@ -1,4 +1,4 @@
-"""Who is active: routers' logits against a threshold, and where kernels work, the list of those who are."""
+"""Which tokens are active: router logits against a threshold; for kernels also the list of active tokens."""
 
 from typing import NamedTuple
 
@@ -15,14 +15,14 @@ class Decision(NamedTuple):
     active: Tensor
     """`[batch, time]`, bool."""
     logit: Tensor
-    """`[batch, time]`: what was decided by."""
+    """`[batch, time]`: the router's logits."""
     keep: Tensor | None = None
-    """`sigmoid(-logit)`, where a kernel made it in passing; `kept` asks for it."""
+    """`sigmoid(-logit)`, if a kernel computed it already; `kept` returns it in any case."""
     listed: Listed | None = None
-    """Where a kernel made it."""
+    """The list of active tokens, if a kernel made it."""
 
     def kept(self) -> Tensor:
-        """`sigmoid(-logit)`: what an active token keeps of its updates."""
+        """`sigmoid(-logit)`: scales the updates of active tokens."""
         return torch.sigmoid(-self.logit) if self.keep is None else self.keep
 
 
@@ -35,10 +35,10 @@ def decide(
     states: Tensor | None = None,
     backend: str = "auto",
 ) -> Decision:
-    """A token is active whose score, `-logit`, is above the threshold (`inclusive`: or at it), and which is `valid`.
+    """A token is active if its score, `-logit`, is above the threshold (`inclusive`: or at it) and it is `valid`.
 
-    logit: `[batch, time]`. threshold: a number, or a tensor of one or of one a token. `auto` is the kernel where
-    kernels serve the `states` that are decided about, and `eager` otherwise.
+    logit: `[batch, time]`. threshold: a number, or a tensor of one number or of one per token. `auto` is the kernel
+    where kernels support the `states` that are decided about, and `eager` otherwise.
     """
     if backend == "auto":
         backend = "kernel" if states is not None and serves(states) else "eager"
@@ -55,7 +55,7 @@ def decide(
 
 
 def list_active(active: Tensor, states: Tensor) -> Listed | None:
-    """The list of active tokens `[batch, time]` where kernels serve `states`; None where rows are found otherwise."""
+    """The list of active tokens `[batch, time]` where kernels support `states`; None where rows are found otherwise."""
     if not serves(states):
         return None
     from tokendepth.ops.decide.kernel import list_active as run

@@ -1,6 +1,6 @@
-"""One kernel: every program counts the active tokens before its sequence for itself, so that none waits for another."""
+"""One kernel: every program counts the active tokens before its sequence itself, so that none waits for another."""
 
-# A launch takes numbers for constexpr and options that are no parameters: more than a type checker can know.
+# Triton launches take constexpr numbers and extra options, which a type checker cannot know.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import torch
@@ -12,13 +12,13 @@ from tokendepth.ops.launch.kernel import after_previous, let_next_begin, overlap
 
 PREFIX = 8192  # tokens that are counted at once
 BLOCK = 1024  # tokens that are listed at once
-# What decides: flags, a threshold that is a number, a tensor of one, or one a token.
+# What decides: flags, or a threshold: a number, a tensor of one number, or one per token.
 BY_FLAG, BY_NUMBER, BY_ONE, BY_TOKEN = range(4)
 
 
 @triton.jit
 def above(logit, threshold, number, place, there, BY: tl.constexpr, INCLUSIVE: tl.constexpr):
-    """Whether the score, -logit, of the tokens at `place` exceeds what decides."""
+    """Whether the score, -logit, of the tokens at `place` exceeds its threshold."""
     limit = number
     if BY == 2:
         limit = tl.load(threshold)
@@ -85,7 +85,7 @@ def _launch(given, threshold, number, valid, active, index, starts, by, inclusiv
 
 
 def by_what(threshold: Tensor | None, logit: Tensor) -> tuple[Tensor | None, int]:
-    """A threshold as the kernel takes it, none where it is a number, and what kind it is."""
+    """The threshold tensor for the kernel (None for a number), and its kind."""
     if threshold is None:
         return None, BY_NUMBER
     assert threshold.numel() in (1, logit.numel()), "one threshold, or one a token"
@@ -131,11 +131,11 @@ def _(active):
 def kernel(
     logit: Tensor, threshold: Tensor | float, valid: Tensor | None, inclusive: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """As `reference`, without asking the host how many there are; what comes after the last is not written."""
+    """As `reference`, without host synchronisation; the list after the last active token is not written."""
     active, index, starts = _decide(logit, *tensor_or_number(threshold), valid, inclusive)
     return active, (index, starts)
 
 
 def tensor_or_number(threshold: Tensor | float) -> tuple[Tensor | None, float]:
-    """As a registered op takes it: one of two, the other is nothing."""
+    """A threshold as two arguments of a registered op: a tensor or None, and a number."""
     return (threshold, 0.0) if isinstance(threshold, Tensor) else (None, float(threshold))

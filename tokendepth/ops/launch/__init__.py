@@ -1,4 +1,4 @@
-"""Where kernels run and how they are launched; which one does the work is each op's choice."""
+"""Where kernels run and how they are launched; each op chooses between its variants."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -8,10 +8,10 @@ from torch import Tensor
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 4096
-"""Up to so many do not fill a GPU's multiprocessors: kernels take smaller tiles, so that each has one."""
+"""Up to this many rows do not fill a GPU: kernels use smaller tiles, so that every multiprocessor gets one."""
 
 LARGEST_TILE = 256
-"""Up to this d, a power of two, a row fits in one tile, and kernels save passes over it."""
+"""Up to this d (a power of two) a row fits in one tile, which saves passes over it."""
 
 NARROWEST_HEAD = 16
 """Heads of 8 numbers, padded to the 16 that tensor cores take, come out wrong on an H200 (Triton 3.6)."""
@@ -22,7 +22,7 @@ def fits_one_tile(d: int) -> bool:
 
 
 def serves(h: Tensor) -> bool:
-    """Whether a kernel without a gradient is for `h`; in float32 the library's products are faster."""
+    """Whether kernels without a gradient support `h`; in float32 the library's products are faster."""
     nvidia = h.is_cuda and torch.version.hip is None
     return nvidia and h.dtype in LOW_PRECISION and not torch.is_grad_enabled() and has_triton()
 
@@ -49,11 +49,11 @@ def _find_triton() -> bool:
     return find_spec("triton") is not None
 
 
-# What torch.compiler.assume_constant_result does, without its import of all of dynamo. Dynamo traces neither a cache
+# As torch.compiler.assume_constant_result, without importing all of dynamo. Dynamo can trace neither functools.cache
 # nor, in torch 2.11, find_spec.
 vars(has_triton)["_dynamo_marked_constant"] = True
 
 
 def compiles_inference() -> bool:
-    """Whether a compiler reads this and no gradient is wanted: only then may ops be opaque and weights be constants."""
+    """Whether this is being compiled without a gradient: only then may ops be opaque and weights constants."""
     return torch.compiler.is_compiling() and not torch.is_grad_enabled()

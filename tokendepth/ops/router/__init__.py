@@ -9,8 +9,8 @@ from tokendepth.ops.router.reference import reference
 
 __all__ = ["halting_logits"]
 
-# What `auto` gives to the kernel. Above, its tiles of w1 no longer fit in registers whole and it computes the forward
-# several times in the backward, while the library's products are large enough to be good.
+# Up to these sizes `auto` takes the kernel. Above them its tiles of w1 no longer fit in registers and its backward
+# repeats the forward several times, while the library's products are large enough to be fast.
 LARGEST_HIDDEN = 128
 LARGEST_D = 512
 

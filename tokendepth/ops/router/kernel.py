@@ -1,4 +1,4 @@
-"""One kernel forward; backward one more, and one that adds up what its programs found for the weights."""
+"""One kernel forward; backward two: the gradients, and the sum of the programs' shares of the weight gradients."""
 
 from typing import Any
 
@@ -51,11 +51,11 @@ def _forward(
     acc = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
     for start in range(0, D, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)
-        w_tile = _operand(w1, unit, HIDDEN, D, column, D, LOW)  # first: it is rounded while h is still on its way
+        w_tile = _operand(w1, unit, HIDDEN, D, column, D, LOW)  # first: it is rounded while h is still loading
         h_tile = _operand(h, row, rows - first, STRIDE, column, D, LOW)
         acc = tl.dot(h_tile, tl.trans(w_tile), acc, input_precision="ieee")
     acc += bias[None, :]
-    hidden = tl.where(acc < 0, 0.0, acc)  # not a maximum, which would hide a NaN
+    hidden = tl.where(acc < 0, 0.0, acc)  # tl.maximum would hide a NaN
     let_next_begin(OVERLAP)
     tl.store(out + first + row, tl.sum(hidden * weight[None, :], 1) + tl.load(b2), mask=row < rows - first)
 
@@ -124,7 +124,7 @@ def _reduce(
     partial, grad_w1, grad_b1, grad_w2, grad_b2, programs,
     PITCH: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The sum over the rows of `partial`, always in the same order, taken apart."""
+    """The sum over the rows of `partial`, always in the same order, split into the four gradients."""
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     acc = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, programs, BLOCK_P):
@@ -144,7 +144,7 @@ _INTERPRETED = not isinstance(_forward, triton.JITFunction)  # TRITON_INTERPRET=
 
 
 def _launch(choice: dict[str, int], w1: Tensor, low_precision: bool) -> dict[str, Any]:
-    """`choice` with its blocks fitted to the sizes, and the sizes."""
+    """`choice` with its block sizes fitted to the tensors, and the sizes of those."""
     hidden, d = w1.shape
     block_h = max(16, triton.next_power_of_2(hidden))
     block_d = max(16, min(choice["BLOCK_D"], triton.next_power_of_2(d), LARGEST_TILE // block_h))
@@ -152,7 +152,7 @@ def _launch(choice: dict[str, int], w1: Tensor, low_precision: bool) -> dict[str
 
 
 def _rows(h: Tensor) -> Tensor:
-    """`[..., d] -> [tokens, d]`, each row in one piece."""
+    """`[..., d] -> [tokens, d]`, each row contiguous."""
     flat = h.reshape(-1, h.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
@@ -180,7 +180,7 @@ def _(h, w1, b1, w2, b2, low_precision):
 def _gradients(
     grad: Tensor, h: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, low_precision: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Those of h, w1, b1, w2 and b2."""
+    """The gradients of h, w1, b1, w2 and b2."""
     rows, (hidden, d) = grad.numel(), w1.shape
     grad_h, grad_w1, grad_b1, grad_w2, grad_b2 = out = _empty_gradients(h, w1)
     if not rows:

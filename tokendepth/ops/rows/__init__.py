@@ -1,8 +1,8 @@
 """Some of a batch's tokens as rows: listed, taken out, put back, and multiplied by a matrix.
 
-Where the number of rows is known beforehand, as in training, `ChosenRows` takes and spreads them with a gradient of its
-own: the library's gradient of a gather adds rows up one by one, because two might have come from the same place. Here
-none do, so the gradient of taking is spreading and the other way round, both reads by index.
+Where the number of rows is known beforehand, as in training, `ChosenRows` takes and spreads them with its own gradient:
+the library's gradient of a gather adds rows one by one, because two might come from the same place. Here none do, so
+the gradient of taking is spreading and the reverse, and both only read by index.
 """
 
 from typing import NamedTuple
@@ -17,12 +17,12 @@ __all__ = ["ChosenRows", "Listed", "compact", "product_of_rows", "put", "take"]
 
 
 class Listed(NamedTuple):
-    """The active tokens of all sequences, one sequence after the other; their number is known on the device only."""
+    """The active tokens of all sequences, one sequence after the other; only the device knows their number."""
 
     places: Tensor
-    """Where they are in `batch x time`, int32; as long as if all were active."""
+    """Their places in `batch x time`, int32; long enough for all tokens."""
     starts: Tensor
-    """`[batch + 1]`, int32: where each sequence's begin, and their number."""
+    """`[batch + 1]`, int32: where each sequence's tokens begin, and their total number."""
 
 
 def take(x: Tensor, places: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def product_of_rows(
 ) -> Tensor:
     """`x w^T + bias` for the active rows of `x` `[batch, time, d]`, zero for the others: `[batch, time, out]`.
 
-    `auto` is the kernel for low precision on a GPU where no gradient is wanted, and `eager` otherwise.
+    `auto` is the kernel for low precision on a GPU without a gradient, and `eager` otherwise.
     """
     if backend == "auto":
         backend = "kernel" if serves(x) else "eager"
@@ -62,9 +62,9 @@ def product_of_rows(
 
 class ChosenRows(NamedTuple):
     places: Tensor
-    """`[n]`: which tokens they are, of all; no two alike."""
+    """`[n]`: indices of the chosen tokens, all different."""
     rank: Tensor
-    """`[tokens]`: which of the rows each token is, n where it is none."""
+    """`[tokens]`: the row of each token; n if it is not chosen."""
 
     @classmethod
     def at(cls, places: Tensor, tokens: int) -> "ChosenRows":

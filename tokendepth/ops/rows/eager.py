@@ -3,7 +3,7 @@ from torch import Tensor
 
 
 def eager(active: Tensor) -> Tensor:
-    """As `reference`, one pass. Found once for every gather and scatter: a mask would be searched each time."""
+    """As `reference`, in one pass. Computed once for all gathers and scatters: a mask would be searched each time."""
     return active.flatten().nonzero().squeeze(1)
 
 

@@ -1,10 +1,10 @@
-"""Matrix products over as many rows as are active, which is known on the device only.
+"""Matrix products over the active rows, whose number only the device knows.
 
-A grid is as large as if all were active, and programs beyond the count return at once. A row is an active token's place
-in the list of them, its place that in `batch x time`.
+The grid is large enough for all tokens; programs beyond the count return at once. `row` is an active token's index in
+the list of active tokens, `place` its index in `batch x time`.
 """
 
-# A launch takes numbers for constexpr and options that are no parameters: more than a type checker can know.
+# Triton launches take constexpr numbers and extra options, which a type checker cannot know.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import torch
@@ -18,12 +18,12 @@ from tokendepth.ops.launch.kernel import after_previous, let_next_begin, overlap
 
 NARROW = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 ACTIVATIONS = (None, "gelu", "swiglu", "geglu")
-GROUP = 8  # row blocks that share their tiles of the weights in the second-level cache
+GROUP = 8  # row blocks that share weight tiles in the L2 cache
 
 
 @triton.jit
 def _gelu(x):
-    """With the error function as a polynomial times an exponential, right to 1.5e-7: the library's has branches.
+    """With the error function as a polynomial times an exponential, accurate to 1.5e-7: the library's has branches.
 
     Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
     """
@@ -58,7 +58,7 @@ def _linear(
     ACTIVATION: f, by its place in `ACTIVATIONS`. From SWIGLU on it is gated: w has OUT rows for what f is taken of and
     OUT more for what that is multiplied by.
     GATHER: x is by place, else by row. RESIDUAL: 1 by row, 2 by place. SCATTER: out is by place, else by row.
-    BULK: x and w are descriptors, whose tiles the copy engine brings.
+    BULK: x and w are descriptors, whose tiles the copy engine loads.
     """
     after_previous(OVERLAP)
     rows = tl.load(count)
@@ -119,7 +119,7 @@ def _linear(
 
 
 def _has_copy_engine(x: Tensor) -> bool:
-    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)  # without a GPU: the interpreter has
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)  # the interpreter emulates it
 
 
 def launch_linear(x, w, out, index, count, config, *, bias=None, residual=None, by_place=False, gate=None, gather=False,
@@ -163,7 +163,7 @@ def _(x, weight, bias, index, starts):
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, active: Tensor, listed=None) -> Tensor:
-    """As `reference`, without asking the host how many rows there are."""
+    """As `reference`, without host synchronisation."""
     from tokendepth.ops.decide.kernel import list_active
 
     check_kernel(x)

@@ -5,28 +5,28 @@ from torch import Tensor
 from tokendepth.ops.launch import compiles_inference
 
 FEW_SCORES = 2**19
-"""A lone sequence with no more is attended to by plain products: as fast as the library, with less around it."""
+"""A single sequence of at most this length uses plain products: as fast as the library, with less overhead."""
 MANY_ROWS = 48
-"""Of a sequence with as many, the rows that look at no key of the second half are worth a call of their own."""
+"""From this length on, the rows that see no key of the second half get a call of their own."""
 
 
 def eager(
     q: Tensor, k: Tensor, v: Tensor, active: Tensor, key_valid: Tensor | None = None, columns: Tensor | None = None
 ) -> Tensor:
-    """As `reference`, by the library: on a CPU a call or two per sequence, so that only active rows are executed.
+    """As `reference`, by library calls: on a CPU one or two per sequence, so that only active rows are computed.
 
-    On a GPU so many launches take longer than all else: there it is one call, every sequence's rows padded to the
-    longest. A short sequence that is alone takes plain products.
+    On a GPU so many launches would dominate: there it is one call, with every sequence's rows padded to the longest. A
+    short single sequence uses plain products.
     """
     keys, offset = k.shape[2], k.shape[2] - active.shape[1]
     key_position = torch.arange(keys, device=k.device)
-    # Listed again: as `rows % time` of those there are, a compiler would put a division into every score.
+    # Computed again: from `rows % time`, a compiler would put a division into every score.
     at = active.nonzero()
     position = at[:, 1:] + offset if columns is None else columns[at[:, 0], at[:, 1]][:, None]
     seen = key_position <= position
     if key_valid is not None:
         seen &= key_valid[at[:, 0]] | (key_position == position)
-    # What the library would make of `seen` too, but once a call.
+    # The library would convert `seen` in the same way, but at every call.
     bias = torch.zeros((), dtype=q.dtype, device=q.device).where(seen, -torch.inf)
     if len(k) == 1 and q.shape[1] * active.shape[1] * keys <= FEW_SCORES:
         alone = torch.ops.tokendepth.lone_attention if compiles_inference() else _of_one_sequence
@@ -43,7 +43,7 @@ def eager(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-    """`bias` `[n, keys]` is added to the scores; `counts` `[batch, 2]` are the rows at either half of the keys."""
+    """`bias` `[n, keys]` is added to the scores; `counts` `[batch, 2]`: rows in either half of the keys."""
     if not len(q):
         return torch.empty_like(q)
     return _padded(q, k, v, bias, counts.sum(1)) if _launches_cost(q) else _by_sequence(q, k, v, bias, counts)
@@ -82,14 +82,14 @@ def _by_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) 
 def _of_one_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """Product, softmax, product: nothing has to be cut into sequences."""
     k, v = k[0], v[0]
-    if q.shape[1] != len(k):  # each head of keys and values serves a group
+    if q.shape[1] != len(k):  # each K/V head serves a group of query heads
         k, v = (kept.repeat_interleave(q.shape[1] // len(k), dim=0) for kept in (k, v))
     scores = torch.baddbmm(bias, q.transpose(0, 1), k.transpose(1, 2), alpha=q.shape[2] ** -0.5)
     return torch.bmm(scores.softmax(-1), v).transpose(0, 1).contiguous()
 
 
-# To a compiler each is one op: its lengths are known only when it runs. Registered without the checks of `custom_op`,
-# which take longer than a short sequence's rows.
+# Each is one opaque op to a compiler, since its lengths are known only at run time. Registered without the checks of
+# `custom_op`, which take longer than the attention of a short sequence.
 _library = torch.library.Library("tokendepth", "FRAGMENT")
 _library.define("ragged_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor counts) -> Tensor")
 _library.define("lone_attention(Tensor q, Tensor k, Tensor v, Tensor bias) -> Tensor")

@@ -1,6 +1,6 @@
-"""Attention rows of active tokens, and where that saves a kernel, the list of them."""
+"""Attention rows of active tokens; also writes the list of them where that saves a kernel."""
 
-# A launch takes numbers for constexpr and options that are no parameters: more than a type checker can know.
+# Triton launches take constexpr numbers and extra options, which a type checker cannot know.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import torch
@@ -20,7 +20,7 @@ def _attend(
     q_tile, k, v, valid, own, top, total, acc, start, end, first_valid, scale, k_time, v_time,
     WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, VALID: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys more: the running maximum, the running sum, and what was gathered, both relative to it."""
+    """One more block of keys: updates the running maximum, and sum and weighted values relative to it."""
     key, unit = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
     known = (unit < WIDTH)[None, :]
     if MASKED:
@@ -52,10 +52,9 @@ def _attention(
 ):  # fmt: skip
     """Program (m, b and head): the m-th block of active rows of a sequence, against its keys up to the last of them.
 
-    SHARING: heads of queries that share one of keys and values. QUERY: q is what queries are made of, by place; else
-    they are there already, by row. COLUMNS: where each token stands among the keys; else the tokens are the last of
-    the keys. ROWS: how a program knows its rows. Where it is not by a list, one program of each sequence writes the
-    list for the kernels to come.
+    SHARING: query heads per K/V head. QUERY: q holds the normed states by place, and queries are projected here; else
+    q holds queries by row. COLUMNS: each token's index among the keys; else the tokens are the last keys. ROWS: how a
+    program finds its rows. If not by a list, one program of each sequence writes the list for the kernels that follow.
     """
     after_previous(OVERLAP)
     b = tl.program_id(1) // HEADS
@@ -120,7 +119,7 @@ def _attention(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
-        # Up to the first of the rows all see all keys, which saves asking.
+        # All rows see every key up to the first row's own: no mask is needed there.
         whole = 0 if VALID else (tl.min(tl.where(there, own, end), 0) + 1) // BLOCK_N * BLOCK_N
         for start in range(0, whole, BLOCK_N):
             top, total, acc = _attend(
@@ -139,7 +138,7 @@ def _attention(
 def attention(
     q, query, heads: int, k, v, key_valid, columns, out, index, starts, active: Tensor | None, rows: int
 ) -> None:
-    """Into `out`, by row. q: the queries by row, or with `query`, their projection, what they are made of, by place.
+    """Writes to `out`, by row. q: queries by row, or with `query` (their projection) the normed states by place.
 
     k, v: `[batch, kv head, keys, width]`; `heads` is the number of query heads. `index` and `starts` are the list of
     active tokens: read where `rows` is BY_LIST, else written. `active`: `[batch, time]`, read where it is BY_FLAG.

@@ -8,10 +8,9 @@ def reference(
     """One attention row per active token, written as the definition reads.
 
     q: `[n, head, width]`, a row for each True of `active`, in row-major order. k, v: `[batch, kv head, keys, width]`;
-    each kv head serves as many heads as there are for one. active: `[batch, time]` bool. columns: `[batch, time]`,
-    where each token stands among the keys, rising along a sequence; else the tokens are the last of the keys.
-    key_valid: `[batch, keys]`, False where a key must not be seen (a token always sees its own). Returns
-    `[n, head, width]`.
+    query heads share K/V heads in equal groups. active: `[batch, time]` bool. columns: `[batch, time]`, each token's
+    index among the keys, increasing along a sequence; else the tokens are the last keys. key_valid: `[batch, keys]`,
+    False where a key must not be seen (a token always sees its own). Returns `[n, head, width]`.
     """
     out = torch.empty_like(q)
     offset, group = k.shape[2] - active.shape[1], q.shape[1] // k.shape[1]

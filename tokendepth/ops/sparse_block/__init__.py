@@ -1,6 +1,6 @@
 """A block for its active tokens: query, attention row, output projection and feed-forward; the others pass unchanged.
 
-Keys and values are there already. Inference alone: it has no gradient where the kernel runs.
+Keys and values are given. For inference only: the kernel has no gradient.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ __all__ = [
 ]
 
 TILE = 64
-"""Widths that are no multiples of it are the library's: they gain nothing by kernels."""
+"""Widths that are not multiples of this gain nothing from kernels, so the library computes them."""
 SHORT = 256
-"""Of a sequence no longer than that, a program finds its own rows without a list of them."""
+"""In sequences up to this length a program finds its own rows without a list."""
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the tokens' positions, `[batch or 1, time, width / 2]` each."""
@@ -37,7 +37,7 @@ Activation = Literal["gelu", "swiglu", "geglu"]
 
 
 class BlockWeights(NamedTuple):
-    """Of one block, its keys and values apart; matrices are `[out, in]`, and None is what it does not have."""
+    """Of one block, without keys and values, projected before; matrices are `[out, in]`, None: it has none."""
 
     heads: int
     """Of queries."""
@@ -70,7 +70,7 @@ class BlockWeights(NamedTuple):
 
 
 class BlockParts(NamedTuple):
-    """What a block is made of after its first norm, for rows `[..., d]`; `weights` for kernels, None if none serve."""
+    """A block after its first norm, as functions of rows `[..., d]`; `weights` for kernels, None if none support it."""
 
     query: Callable[[Tensor, Rotation | None], Tensor]
     """Rows and their rotation to queries `[..., head, width]`."""
@@ -96,11 +96,11 @@ def sparse_block(
 ) -> Tensor:
     """h, x: `[batch, time, d]`, the state and what the first norm made of it. k, v: `[batch, kv head, keys, width]`.
 
-    active: `[batch, time]` bool, None for everybody; listed: what `decide` found out about it. gate: `[batch, time]`,
-    what an active token keeps of its updates, all of them where it is not given. key_valid: `[batch, keys]`, False
-    where a key must not be seen (a token always sees its own). columns: `[batch, time]`, where tokens stand among the
-    keys; else they are the last of them. Returns h with the active rows replaced; without a gradient it may overwrite
-    h. The kernel asks nothing of the host: counts stay on the device, so it can be captured in a graph.
+    active: `[batch, time]` bool, None for all tokens; listed: the list that `decide` made. gate: `[batch, time]`,
+    scales an active token's updates. key_valid: `[batch, keys]`, False where a key must not be seen (a token always
+    sees its own). columns: `[batch, time]`, each token's index among the keys; else the tokens are the last keys.
+    Returns h with the active rows replaced; without a gradient it may overwrite h. The kernel needs no host
+    synchronisation: counts stay on the device, so it can be captured in a CUDA graph.
     """
     if backend == "auto":
         backend = "kernel" if runs_kernel(h, parts.weights) else "eager"
@@ -125,12 +125,12 @@ def has_kernel(weights: BlockWeights | None) -> bool:
 
 
 def runs_kernel(h: Tensor, weights: BlockWeights | None) -> bool:
-    """Whether a kernel, which asks nothing of the host, takes the block of `h`."""
+    """Whether a kernel, without host synchronisation, runs the block of `h`."""
     return has_kernel(weights) and serves(h)
 
 
 def finds_own_rows(h: Tensor, weights: BlockWeights) -> bool:
-    """Whether every program finds its rows itself: at few tokens that costs less than a kernel that lists them."""
+    """Whether every program finds its own rows: with few tokens that costs less than a kernel that lists them."""
     short = h.shape[1] <= SHORT and h.shape[0] * h.shape[1] <= FEW_TOKENS
     return short and one_tile(h, weights)
 
@@ -141,6 +141,6 @@ def one_tile(h: Tensor, weights: BlockWeights) -> bool:
 
 
 def launch_bound(h: Tensor, weights: BlockWeights | None) -> bool:
-    """Whether a block of this shape is so small that launches decide how long it takes."""
-    # Whether kernels serve is asked first: a compiler need not know sizes where they do not.
+    """Whether a block of this shape is so small that kernel launches dominate its time."""
+    # Checked in this order: without kernels a compiler need not know the sizes.
     return weights is not None and runs_kernel(h, weights) and finds_own_rows(h, weights)

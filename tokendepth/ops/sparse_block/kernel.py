@@ -1,10 +1,10 @@
-"""Four kernels where a row of d fits in one tile, six or seven where not; each works on as many rows as are active.
+"""Four kernels where a row of d fits in one tile, six or seven where not; each works on the active rows only.
 
-The number of active rows is known on the device only. A grid is as large as if all were active, and programs beyond the
-count return at once. A row is an active token's place in the list of them, its place that in `batch x time`.
+Only the device knows the number of active rows. The grid is large enough for all tokens; programs beyond the count
+return at once. `row` is an active token's index in the list of active tokens, `place` its index in `batch x time`.
 """
 
-# A launch takes numbers for constexpr and options that are no parameters: more than a type checker can know.
+# Triton launches take constexpr numbers and extra options, which a type checker cannot know.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import torch
@@ -36,7 +36,7 @@ def _project(
     attended, w_out, h, gate, norm, norm_bias, eps, states, normed, index, count,
     D: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the output projection, added to their states, and what the second norm makes of the sum."""
+    """Rows of the output projection, added to their states, and the second norm of the sum."""
     after_previous(OVERLAP)
     rows = tl.load(count)
     block = tl.program_id(0) * BLOCK_M
@@ -130,7 +130,7 @@ def _turn(
 def _work(h, x, k, v, active, index, starts, w: BlockWeights, gate, key_valid, columns, rotation, rows) -> None:
     """In place: at the paper's shape a copy of h would take as long as a projection of its rows.
 
-    `rows`: as of `attention`.
+    `rows`: as in `attention`.
     """
     batch, time, d = h.shape
     tokens = batch * time
@@ -208,7 +208,7 @@ def _sparse_block(
 def kernel(h, x, k, v, active, parts, gate=None, key_valid=None, columns=None, listed=None, rotation=None) -> Tensor:
     """As `reference`, without asking the host how many tokens are active; in place.
 
-    Of short sequences each program finds its own rows, which saves the list's kernel.
+    In short sequences each program finds its own rows, which saves the kernel that lists them.
     """
     weights = parts.weights
     check_kernel(h, k.shape[3])

@@ -1,4 +1,4 @@
-"""Causal attention within sequences of different lengths, whose rows follow one another without padding."""
+"""Causal attention within concatenated sequences of different lengths, without padding."""
 
 from typing import NamedTuple
 

@@ -6,7 +6,7 @@ from tokendepth.ops.launch import compiles_inference
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
-    """As `reference`, by the library: on a CPU a call per sequence, on a GPU one for all, padded to the longest."""
+    """As `reference`, by library calls: on a CPU one per sequence, on a GPU one for all, padded to the longest."""
     attend = torch.ops.tokendepth.varlen_attention if compiles_inference() else _attend
     return attend(q, k, v, counts, lengths)
 
@@ -28,7 +28,7 @@ def _by_sequence(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tenso
             own, start = slice(start, start + rows), start + rows
             k_b, v_b = (x[own].transpose(0, 1) if x.dim() == 3 else x[b, :, :keys] for x in (k, v))
             seen = None
-            if 1 < rows < keys:  # a lone row is the last of its sequence and sees all of it
+            if 1 < rows < keys:  # a single row is the last of its sequence and sees all of it
                 seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
             q_b, causal = q[own].transpose(0, 1), 1 < rows == keys
             attended = F.scaled_dot_product_attention(
@@ -48,7 +48,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) ->
         return x.new_zeros(batch, rows, *x.shape[1:]).index_put((sequence, place), x).transpose(1, 2)
 
     seen = None
-    if k.dim() == 3:  # padding comes last, so that no row looks as far
+    if k.dim() == 3:  # padding comes last, so that no row sees it
         k, v = spread(k), spread(v)
     else:
         k, v = k[:, :, :keys], v[:, :, :keys]
@@ -60,7 +60,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) ->
     return out.transpose(1, 2)[sequence, place]
 
 
-# To a compiler this is one op: its lengths are known only when it runs.
+# One opaque op to a compiler, since its lengths are known only at run time.
 _library = torch.library.Library("tokendepth", "FRAGMENT")
 _library.define("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor counts, Tensor lengths) -> Tensor")
 _library.impl("varlen_attention", _attend, "CompositeExplicitAutograd")
