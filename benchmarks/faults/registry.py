@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.faults import damage, disk, exactness, kills, mutation
-from benchmarks.faults.outcome import Outcome, Tell
+from benchmarks.faults.outcome import LIMIT_S, Outcome, Tell
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, environment
@@ -35,7 +35,7 @@ class Fault:
 
 FAULTS = {
     "kill": Fault(
-        kills.kill, 500, "`kill -9` at a random moment, a save at every step",
+        kills.kill, 600, "`kill -9` at a random moment: every method, saves 1 to 7 steps apart, other threads to resume",
         "no resume refused, no saved step lost, the same bits in the end",
     ),
     "kill-rank": Fault(
@@ -84,11 +84,11 @@ FAULTS = {
     ),
     "finished": Fault(exactness.finished, 20, "a finished run, resumed", "no file changed"),
     "second": Fault(
-        kills.second, 20, "a second process on the run folder of one at work",
-        "refused with the first one's name; free again when that is killed",
+        kills.second, 20, "a second process on the run folder of one at work, its lock file there or removed",
+        "refused, with the first one's name where the file is there; free again when that is killed",
     ),
     "data-order": Fault(
-        exactness.data_order, 200, "the batches of a step on 2 and 4 ranks",
+        exactness.data_order, 200, "the batches of a step on 2 and 4 ranks, computed and as trainings of so many processes take them",
         "those of one process at the same global batch",
     ),
     "layouts": Fault(
@@ -132,6 +132,8 @@ def measure(device_name: str, results: Path, only: str | None, scale: float) -> 
             "attempts": outcome.attempts,
             "failed": len(outcome.failures),
             "failures": outcome.failures[:MOST_FAILURES_KEPT],
+            "hangs": outcome.hangs,
+            "limit_s": LIMIT_S,
             "figures": outcome.figures,
             "skipped": outcome.skipped,
             "says": outcome.says,
