@@ -35,7 +35,8 @@ class Fault:
 
 FAULTS = {
     "kill": Fault(
-        kills.kill, 600, "`kill -9` at a random moment: every method, saves 1 to 7 steps apart, other threads to resume",
+        kills.kill, 600,
+        "`kill -9` at a random moment: every method, saves 1, 3 or 7 steps apart, resumed with other threads",
         "no resume refused, no saved step lost, the same bits in the end",
     ),
     "kill-rank": Fault(
@@ -88,7 +89,8 @@ FAULTS = {
         "refused, with the first one's name where the file is there; free again when that is killed",
     ),
     "data-order": Fault(
-        exactness.data_order, 200, "the batches of a step on 2 and 4 ranks, computed and as trainings of so many processes take them",
+        exactness.data_order, 200,
+        "the batches of a step on 2 and 4 ranks: computed, and as taken by trainings of so many processes",
         "those of one process at the same global batch",
     ),
     "layouts": Fault(
