@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.faults.damage import at_step
 from benchmarks.faults.outcome import Outcome, Tell, package_environment, subject
+from benchmarks.faults.stopped import at_step
 from tokendepth.config import RunConfig
 from tokendepth.errors import UserError
 from tokendepth.runs.run import Run

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.faults.damage import at_step, stopped_run
 from benchmarks.faults.outcome import Outcome, Tell, max_difference, subject
 from benchmarks.faults.processes import Server, check_killed
+from benchmarks.faults.stopped import at_step, stopped_run
 from tokendepth import data
 from tokendepth.config import DataConfig, TSAConfig, override
 from tokendepth.errors import UserError

@@ -89,7 +89,7 @@ class Outcome:
         try:
             difference = max_difference(run, expected)
             self.check(difference == 0.0, f"{run.name}: weights differ by {difference}")
-            self.check(not metrics or _steady(run) == _steady(expected), f"{run.name}: metrics differ")
+            self.check(not metrics or steady(run) == steady(expected), f"{run.name}: metrics differ")
         except UserError as error:
             self.failures.append(str(error))
 
@@ -133,7 +133,7 @@ def max_difference(run: Run, expected: Run) -> float:
     return largest if largest > 0 else float("inf")  # the same value in other bits, or NaN
 
 
-def _steady(run: Run) -> list[dict[str, Any]]:
+def steady(run: Run) -> list[dict[str, Any]]:
     """Metrics without the one number that a clock makes."""
     return [{key: value for key, value in row.items() if key != "tokens_per_s"} for row in run.metrics()]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.faults import damage, disk, exactness, kills, mutation
+from benchmarks.faults import damage, disk, exactness, kills, mutation, pickles, power
 from benchmarks.faults.outcome import LIMIT_S, Outcome, Tell
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.progress import Progress
@@ -56,20 +56,25 @@ FAULTS = {
         "saved within the step, exit code 143 or 130, the same bits in the end",
     ),
     "damage": Fault(
-        damage.damage, 24, "a file of a run missing, cut, emptied or with a flipped bit (12 files, 4 ways)",
-        "found and named; an unfinished run goes on to the same bits, a finished one is refused",
+        damage.damage, 100, "any file of any kind of run missing, cut, emptied or with a random bit flipped",
+        "named by every command that reads it; a stopped run goes on to the same bits, a finished one is refused",
     ),
     "foreign": Fault(
         exactness.foreign, len(exactness.FOREIGN), "another run's checkpoint in the place of its own, shapes alike",
         "refused with what differs, no file changed; with its own put back, the same bits in the end",
     ),
     "mutation": Fault(
-        mutation.mutation, 10_000, "a mutated config, checkpoint, metrics, model, token cache or corpus",
-        "read as it was written, passed over for the one before, or refused in one line; no crash, no hang",
+        mutation.mutation, 10_000,
+        "a mutated file: of a run begun, stopped or finished, its evaluation, thresholds, tokens or text",
+        "every command that reads it gives the right answer or refuses in one line; no crash, no hang",
     ),
     "pickle": Fault(
-        damage.pickle, 12, "a pickle in the place of any file, with checksums that fit",
+        pickles.pickle, 12, "a pickle in the place of any file, with checksums that fit",
         "never executed",
+    ),
+    "power-cut": Fault(
+        power.power_cut, 300, "a power cut: of what was not flushed to the disk all, some or nothing is left",
+        "no resume refused, no saved step lost, the same bits in the end",
     ),
     "disk-full": Fault(
         disk.full, 100, "a disk that is full from a random step on",

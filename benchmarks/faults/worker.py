@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import torch
 
-from benchmarks.faults.damage import at_step
+from benchmarks.faults.stopped import at_step
 from tokendepth import streams
 from tokendepth.cli.main import main as main_program
 from tokendepth.config import from_dict

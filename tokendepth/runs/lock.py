@@ -70,8 +70,8 @@ def _lock_file(path: Path, held: contextlib.ExitStack) -> bool:
         _lock(handle, path.parent)
         if not _is_at(handle, path):
             return False
-        content = os.read(handle, 200)
-        if content.strip(b"\0") and not content.startswith(SIGNATURE):  # zeros are what a power cut leaves
+        content = os.read(handle, 200).strip(b"\0")  # zeros, or the beginning, are what a power cut leaves
+        if not content.startswith(SIGNATURE[: len(content)]):
             raise _in_the_way(path)
         os.lseek(handle, 0, os.SEEK_SET)
         os.truncate(handle, 0)
