@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 from benchmarks.faults.commands import Reading, called, readings, typed
-from benchmarks.faults.outcome import Outcome, Tell
+from benchmarks.faults.outcome import Outcome, Tell, forget_peak, memory
 
 LONGEST_S = 2.0
 MOST_MEMORY = 2**30
@@ -56,7 +56,7 @@ class Examination:
             answer = call(*reading.words)
             refusal = reading.check(outcome, answer, repr(content[:60]), same=content == self.content)
             if refusal:
-                outcome.said([refusal], reading.run)
+                outcome.said([refusal], reading.original.parent)
             self.slowest = max(self.slowest, answer.seconds)
             outcome.check(answer.seconds <= LONGEST_S, f"{reading.name}: took {answer.seconds:.1f} s")
 
@@ -67,23 +67,16 @@ def mutation(folder: Path, count: int, tell: Tell) -> Outcome:
     every = readings(folder)
     weights = [1 if reading.words[0] in SLOW else 8 for reading in every]
     ends = [count * sum(weights[: n + 1]) // sum(weights) for n in range(len(every))]
-    before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of what this process did before
+    before = memory("VmRSS")
+    forget_peak()
     for reading, end in zip(every, ends, strict=True):
         examination = Examination(reading, outcome)
         while outcome.attempts < end:
             examination.try_out(mutate(examination.content, dice))
             tell(outcome.attempts, count)
         slowest = max(slowest, examination.slowest)
-    grown = _memory("VmHWM") - before
+    grown = memory("VmHWM") - before
     outcome.check(grown <= MOST_MEMORY, f"memory grew by {grown} bytes")
     outcome.figures |= {"slowest, s of CPU": round(slowest, 4), "memory grew by at most, bytes": grown}
     outcome.figures["files and commands"] = len(every)
     return outcome
-
-
-def _memory(name: str) -> int:
-    """Bytes that Linux counts for this process: VmRSS now, VmHWM at most."""
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024

@@ -12,11 +12,23 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.faults import damage, disk, exactness, kills, mutation, pickles, power
+from benchmarks.faults import (
+    belongings,
+    damage,
+    disk,
+    exactness,
+    kills,
+    mutation,
+    pickles,
+    power,
+    seals,
+    signals,
+    special,
+)
 from benchmarks.faults.outcome import LIMIT_S, Outcome, Tell
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.progress import Progress
-from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.machine import choose_device, commit, environment
 from tokendepth.runs.results import Row, add_rows
 
 MOST_FAILURES_KEPT = 10
@@ -55,6 +67,10 @@ FAULTS = {
         kills.stop, 100, "SIGTERM or SIGINT at a random moment, or inside the backward pass",
         "saved within the step, exit code 143 or 130, the same bits in the end",
     ),
+    "signals": Fault(
+        signals.signals, 200, "every catchable signal that ends a process; stdout or stderr gone, full or stuck",
+        "a training saves first, or goes on; every command ends without a traceback",
+    ),
     "damage": Fault(
         damage.damage, 100, "any file of any kind of run missing, cut, emptied or with a random bit flipped",
         "named by every command that reads it; a stopped run goes on to the same bits, a finished one is refused",
@@ -67,6 +83,19 @@ FAULTS = {
         mutation.mutation, 10_000,
         "a mutated file: of a run begun, stopped or finished, its evaluation, thresholds, tokens or text",
         "every command that reads it gives the right answer or refuses in one line; no crash, no hang",
+    ),
+    "seals": Fault(
+        seals.seals, 1000, "a random bit flipped in eval.json or calibration.json",
+        "refused by name, never read as another number",
+    ),
+    "special-files": Fault(
+        special.special_files, 300, "a pipe, device, sparse terabyte, folder or link in the place of any file",
+        "the right answer or one line, within 5 s, memory flat",
+    ),
+    "foreign-files": Fault(
+        belongings.foreign_files, len(belongings.CASES),
+        "copies, notes and links of the user's beside and in the place of ours",
+        "none removed, none written to",
     ),
     "pickle": Fault(
         pickles.pickle, 12, "a pickle in the place of any file, with checksums that fit",
@@ -154,14 +183,14 @@ def measure(device_name: str, results: Path, only: str | None, scale: float) -> 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[Path]:
     """A folder, with a token cache of its own, and one thread: bits depend on how many share a sum."""
-    threads, cache = torch.get_num_threads(), os.environ.get("TOKENDEPTH_CACHE")
+    threads, before = torch.get_num_threads(), dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TOKENDEPTH_CACHE"] = str(Path(folder) / "cache")
+        os.environ["TOKENDEPTH_COMMIT"] = commit()  # else every evaluation asks git
         torch.set_num_threads(1)
         try:
             yield Path(folder)
         finally:
             torch.set_num_threads(threads)
-            del os.environ["TOKENDEPTH_CACHE"]
-            if cache is not None:
-                os.environ["TOKENDEPTH_CACHE"] = cache
+            os.environ.clear()
+            os.environ.update(before)
