@@ -98,7 +98,7 @@ CASES: dict[str, Case] = {
         f"the next checkpoint's name is a {kind}": _next_step(kind)
         for kind in ("file", "folder", "link to a folder", "link to a file", "link to nothing", "pipe")
     },
-    **{f"{name} is a link": _elsewhere(name, _is_link) for name in (*OURS, f"checkpoints/{NEWEST}", "checkpoints")},
+    **{f"{name} is a link": _elsewhere(name, _is_link) for name in (*OURS, f"checkpoints/{NEWEST}")},
     **{f"{name} has a second name": _elsewhere(name, _is_same_file) for name in OURS},
     **{
         f"{LOCK} is a {kind} {what}": _lock(link, content)

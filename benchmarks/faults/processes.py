@@ -30,12 +30,13 @@ class Server:
         )
         self.orders, self.child = 0, None
         self.lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._hear, args=(self.process.stdout,), daemon=True).start()
+        self.hearing = threading.Thread(target=self._hear, args=(self.process.stdout,), daemon=True)
+        self.hearing.start()
         self._order(subject(folder, steps=1), folder / "warm")
 
     def _hear(self, stream: IO[str]) -> None:
         """By a thread, because a pipe that is read by lines cannot be waited for with a limit."""
-        with contextlib.suppress(ValueError):  # closed
+        with stream:
             for line in stream:
                 self.lines.put(line)
         self.lines.put(None)
@@ -71,6 +72,7 @@ class Server:
             self.child.kill(signal.SIGKILL)
         self.process.stdin.close()
         self.process.wait(timeout=90)
+        self.hearing.join(timeout=10)
 
 
 class Child:
