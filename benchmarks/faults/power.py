@@ -151,9 +151,14 @@ class Disk:
         assert isinstance(before, bytes)
         if before == now:
             return now
-        kept = len(before) if now.startswith(before) else 0
+        kept = _length_of_same_start(before, now)  # that was synced, and nobody has written there since
         part = self.dice.randrange(kept, len(now) + 1)
         return self.dice.choice((before, now, now[:part], now[:kept] + bytes(len(now) - kept)))
+
+
+def _length_of_same_start(one: bytes, other: bytes) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _changes(before: Names, now: Names) -> list[Change]:
