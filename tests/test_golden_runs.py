@@ -112,7 +112,7 @@ def test_a_newer_config_says_so(golden):
 
 
 def make(folder: Path) -> None:
-    from benchmarks.faults.damage import stopped_run
+    from benchmarks.faults.stopped import stopped_run
 
     config = RunConfig(
         DataConfig("copy", source_length=3),

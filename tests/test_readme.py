@@ -54,7 +54,15 @@ def test_the_tables_are_there():
     ):  # fmt: skip
         assert re.search(rf"^\| {row} ", results, re.MULTILINE), row
     faults = (ROOT / "docs/RELIABILITY.md").read_text(encoding="utf-8")
-    assert re.search(r"\| `kill -9` at a random moment, a save at every step \| 5\d\d \|", faults)
+    assert re.search(r"^\| `kill -9` at a random moment: every method, .* \| 6\d\d \|", faults, re.MULTILINE)
+    for row in (
+        "a random bit flipped in eval.json",
+        "every catchable signal",
+        "a pipe, device",
+        "copies, notes",
+        "a power cut",
+    ):
+        assert f"| {row}" in faults
     assert len(re.findall(r"^\| .* \| budget 0\.4 \|", README, re.MULTILINE)) == 2, "both texts, the good and the bad"
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.faults.damage import at_step
 from benchmarks.faults.outcome import Outcome, Tell, package_environment, subject
+from benchmarks.faults.stopped import at_step
 from tokendepth.config import RunConfig
 from tokendepth.errors import UserError
 from tokendepth.runs.run import Run
@@ -67,22 +67,24 @@ def _disturb(
     expected = train(config, folder / "expected", show=False)
     for attempt in range(count):
         run, step, quiet = Run(place / f"run-{attempt}"), dice.randrange(1, STEPS), attempt % 2 == 0
-        with contextlib.ExitStack() as troubled:
-            begin = _beginning(troubled, trouble, run, dice)
-            try:
-                with at_step(step, begin):
-                    train(_quiet(config) if quiet else config, run.path, show=False)
-                outcome.check(False, f"{run.name}: not noticed")
-            except UserError as error:
-                outcome.check(told in str(error) and str(run.path) in str(error), f"{run.name}: {error}")
-                outcome.said([str(error)], run.path)
-        checkpoint, skipped = run.load_checkpoint()
-        found = checkpoint.step if checkpoint else None
-        outcome.check(found == step and not skipped, f"{run.name}: step {step} was saved, {found} is there; {skipped}")
-        train(_quiet(config) if quiet else config, run.path, resume=True, show=False)
-        outcome.compare(run, expected, metrics=not quiet)
-        shutil.rmtree(run.path)
-        outcome.attempts += 1
+        with outcome.attempt(run.name):
+            with contextlib.ExitStack() as troubled:
+                begin = _beginning(troubled, trouble, run, dice)
+                try:
+                    with at_step(step, begin):
+                        train(_quiet(config) if quiet else config, run.path, show=False)
+                    outcome.check(False, f"{run.name}: not noticed")
+                except UserError as error:
+                    outcome.check(told in str(error) and str(run.path) in str(error), f"{run.name}: {error}")
+                    outcome.said([str(error)], run.path)
+            checkpoint, skipped = run.load_checkpoint()
+            found = checkpoint.step if checkpoint else None
+            outcome.check(
+                found == step and not skipped, f"{run.name}: step {step} was saved, {found} is there; {skipped}"
+            )
+            train(_quiet(config) if quiet else config, run.path, resume=True, show=False)
+            outcome.compare(run, expected, metrics=not quiet)
+            shutil.rmtree(run.path)
         tell(outcome.attempts, count)
     return outcome
 

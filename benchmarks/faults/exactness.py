@@ -4,6 +4,7 @@ import hashlib
 import math
 import os
 import shutil
+import signal
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.faults.damage import at_step, stopped_run
 from benchmarks.faults.outcome import Outcome, Tell, max_difference, subject
 from benchmarks.faults.processes import Server, check_killed
+from benchmarks.faults.stopped import at_step, stopped_run
 from tokendepth import data
 from tokendepth.config import DataConfig, TSAConfig, override
 from tokendepth.errors import UserError
@@ -34,11 +35,13 @@ def resume(folder: Path, count: int, tell: Tell) -> Outcome:
         expected = server.finish(config, folder / "expected")
         for step in range(count):
             run = Run(folder / f"stopped-{step}")
-            child = server.start(config, run.path, action="kill", step=step)
-            check_killed(outcome, run, child.exit_code(), child)
-            outcome.compare(server.finish(config, run.path), expected)
-            largest = max(largest, max_difference(run, expected))
-            outcome.attempts += 1
+            with outcome.attempt(run.name):
+                child = server.start(config, run.path, action="kill", step=step)
+                code = child.exit_code()
+                outcome.check(code == -signal.SIGKILL, f"{run.name}: exit code {code}")
+                check_killed(outcome, run, child)
+                outcome.compare(server.finish(config, run.path), expected)
+                largest = max(largest, max_difference(run, expected))
             tell(outcome.attempts, count)
     outcome.figures["max difference"] = largest
     return outcome
@@ -94,10 +97,10 @@ def finished(folder: Path, count: int, tell: Tell) -> Outcome:
     config = subject(folder, steps=3)
     run = train(config, folder / "run", show=False)
     before = _state(run.path)
-    for _ in range(count):
-        train(config, run.path, resume=True, show=False)
-        outcome.check(_state(run.path) == before, "a file changed")
-        outcome.attempts += 1
+    for number in range(count):
+        with outcome.attempt(f"resume {number}"):
+            train(config, run.path, resume=True, show=False)
+            outcome.check(_state(run.path) == before, "a file changed")
         tell(outcome.attempts, count)
     return outcome
 
@@ -113,23 +116,23 @@ def foreign(folder: Path, count: int, tell: Tell) -> Outcome:
     expected = train(config, folder / "expected", show=False)
     stopped = stopped_run(config, folder / "stopped", 6)
     for change in FOREIGN[:count]:
-        key, _, value = change.partition("=")
-        other = stopped_run(override(config, {f"train.{key}": value}), folder / f"other-{key}", 6)
-        run = Run(shutil.copytree(stopped.path, folder / f"run-{key}"))
-        shutil.rmtree(run.checkpoints)
-        shutil.copytree(other.checkpoints, run.checkpoints)
-        before = _state(run.path)
-        try:
-            train(config, run.path, resume=True, show=False)
-            outcome.check(False, f"{change}: accepted")
-        except UserError as error:
-            outcome.check("is of another run" in str(error), f"{change}: {error}")
-            outcome.said([str(error)], run.path)
-        outcome.check(_state(run.path) == before, f"{change}: a file changed")
-        shutil.rmtree(run.checkpoints)
-        shutil.copytree(stopped.checkpoints, run.checkpoints)
-        outcome.compare(train(config, run.path, resume=True, show=False), expected)
-        outcome.attempts += 1
+        with outcome.attempt(change):
+            key, _, value = change.partition("=")
+            other = stopped_run(override(config, {f"train.{key}": value}), folder / f"other-{key}", 6)
+            run = Run(shutil.copytree(stopped.path, folder / f"run-{key}"))
+            shutil.rmtree(run.checkpoints)
+            shutil.copytree(other.checkpoints, run.checkpoints)
+            before = _state(run.path)
+            try:
+                train(config, run.path, resume=True, show=False)
+                outcome.check(False, f"{change}: accepted")
+            except UserError as error:
+                outcome.check("is of another run" in str(error), f"{change}: {error}")
+                outcome.said([str(error)], run.path)
+            outcome.check(_state(run.path) == before, f"{change}: a file changed")
+            shutil.rmtree(run.checkpoints)
+            shutil.copytree(stopped.checkpoints, run.checkpoints)
+            outcome.compare(train(config, run.path, resume=True, show=False), expected)
         tell(outcome.attempts, count)
     return outcome
 
@@ -152,13 +155,14 @@ def layouts(folder: Path, count: int, tell: Tell) -> Outcome:
     with Server(folder) as server:
         expected: dict[str, np.ndarray] = {}
         for world, accumulate in chosen:
-            found = _of_penalty(server, folder, world, accumulate)
-            expected = expected or found
-            size = math.sqrt(sum(float((g**2).sum()) for g in expected.values()))
-            apart = math.sqrt(sum(float(((found[n] - g) ** 2).sum()) for n, g in expected.items())) / size
-            outcome.check(size > 0 and apart <= GRADIENT_TOLERANCE, f"{world} ranks x {accumulate}: {apart}")
-            largest = max(largest, apart)
-            outcome.attempts += 1
+            name = f"{world} ranks x {accumulate}"
+            with outcome.attempt(name):
+                found = _of_penalty(server, folder, world, accumulate)
+                expected = expected or found
+                size = math.sqrt(sum(float((g**2).sum()) for g in expected.values()))
+                apart = math.sqrt(sum(float(((found[n] - g) ** 2).sum()) for n, g in expected.items())) / size
+                outcome.check(size > 0 and apart <= GRADIENT_TOLERANCE, f"{name}: {apart}")
+                largest = max(largest, apart)
             tell(outcome.attempts, len(chosen))
     outcome.figures["largest relative difference"] = largest
     return outcome
@@ -179,25 +183,46 @@ def _of_penalty(server: Server, folder: Path, world: int, accumulate: int) -> di
 
 
 def data_order(folder: Path, count: int, tell: Tell) -> Outcome:
-    """The sequences of a step are the same for 1, 2 and 4 ranks, in whichever order the steps are asked for."""
+    """The sequences of a step are the same for 1, 2 and 4 ranks, in whichever order the steps are asked for.
+
+    Asked of the dataset for `count` steps, and of trainings with that many ranks, each a process, for STEPS_OF_RANKS.
+    """
     outcome = Outcome()
     text = subject(folder).data
     corpora = [text, replace(text, tokens="byte"), DataConfig("copy", source_length=5)]
-    for corpus in corpora:
-        dataset = data.load(corpus)
-        first = [_global_batch(dataset, step, 1) for step in range(count)]
-        for world in (2, 4):
-            for step in reversed(range(count)):
-                same = all(map(np.array_equal, _global_batch(dataset, step, world), first[step]))
-                outcome.check(same, f"{corpus.corpus}: step {step} on {world} ranks")
-                outcome.attempts += 1
-        tell(outcome.attempts, 2 * count * len(corpora))
-        outcome.check(len({batch[0].tobytes() for batch in first}) == count, f"{corpus.corpus}: two steps are alike")
+    steps_of_ranks = min(count, STEPS_OF_RANKS)
+    total = 2 * len(corpora) * (count + steps_of_ranks)
+    with Server(folder) as server:
+        for number, corpus in enumerate(corpora):
+            dataset = data.load(corpus)
+            first = [_global_batch(dataset, step, 1) for step in range(count)]
+            outcome.check(len({batch[0].tobytes() for batch in first}) == count, f"{corpus.corpus}: two steps alike")
+            for world in (2, 4):
+                for step in reversed(range(count)):
+                    with outcome.attempt(f"{corpus.corpus}: step {step} for {world} ranks"):
+                        same = all(map(np.array_equal, _global_batch(dataset, step, world), first[step]))
+                        outcome.check(same, f"{corpus.corpus}: step {step} for {world} ranks")
+                config = replace(subject(folder, steps=steps_of_ranks, batch_size=BATCH), data=corpus)
+                out = folder / f"ranks-{number}-{world}"
+                with outcome.guard(f"{corpus.corpus}: {world} processes"):
+                    code = server.start(config, out, do="batches", world=world).exit_code()
+                    outcome.check(code == 0, f"{corpus.corpus}: {world} processes ended with code {code}")
+                    parts = [deserialize(Path(f"{out}-{rank}.safetensors")) for rank in range(world)]
+                    for step in range(steps_of_ranks):
+                        seen = [np.concatenate([p[f"{what}/{step}"] for p in parts]) for what in ("inputs", "targets")]
+                        same = all(map(np.array_equal, seen, first[step]))
+                        outcome.check(same, f"{corpus.corpus}: step {step} of {world} processes")
+                outcome.attempts += steps_of_ranks
+                tell(outcome.attempts, total)
+    outcome.figures["of them seen by ranks in training"] = 2 * len(corpora) * steps_of_ranks
     return outcome
 
 
+STEPS_OF_RANKS, BATCH = 25, 8
+
+
 def _global_batch(dataset: data.Dataset, step: int, world: int) -> list[np.ndarray]:
-    settings = {"seed": 0, "step": step, "batch_size": 8, "context": 16, "world": world}
+    settings = {"seed": 0, "step": step, "batch_size": BATCH, "context": 16, "world": world}
     parts = [dataset.train_batch(**settings, rank=rank) for rank in range(world)]
     return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
 
@@ -254,18 +279,18 @@ def not_finite(folder: Path, count: int, tell: Tell) -> Outcome:
         for step in range(1, 8)[: max(1, count // 12)]:
             run = Run(folder / f"poisoned-{outcome.attempts}")
             name = f"{value} in {place} at step {step + 1}"
-            try:
-                with at_step(step, partial(inject, value=value)):
-                    train(config, run.path, show=False)
-                outcome.check(False, f"{name}: not noticed")
-            except UserError as error:
-                outcome.check(f"step {step + 1}: " in str(error), f"{name}: {error}")
-                outcome.said([str(error)], folder)
-            checkpoint, skipped = run.load_checkpoint()
-            outcome.check(checkpoint is not None and checkpoint.step == step and not skipped, f"{name}: {skipped}")
-            arrays = checkpoint.tensors.values() if checkpoint else ()
-            outcome.check(all(np.isfinite(a).all() for a in arrays), f"{name}: in the checkpoint")
-            outcome.compare(train(config, run.path, resume=True, show=False), expected)
-            outcome.attempts += 1
+            with outcome.attempt(name):
+                try:
+                    with at_step(step, partial(inject, value=value)):
+                        train(config, run.path, show=False)
+                    outcome.check(False, f"{name}: not noticed")
+                except UserError as error:
+                    outcome.check(f"step {step + 1}: " in str(error), f"{name}: {error}")
+                    outcome.said([str(error)], folder)
+                checkpoint, skipped = run.load_checkpoint()
+                outcome.check(checkpoint is not None and checkpoint.step == step and not skipped, f"{name}: {skipped}")
+                arrays = checkpoint.tensors.values() if checkpoint else ()
+                outcome.check(all(np.isfinite(a).all() for a in arrays), f"{name}: in the checkpoint")
+                outcome.compare(train(config, run.path, resume=True, show=False), expected)
             tell(outcome.attempts, count)
     return outcome

@@ -1,125 +1,16 @@
-"""Mutated files through every loader: what is read is what was written, or a UserError; quickly, in bounded memory."""
+"""Mutated files, read by the commands that read them: the right answer, or a refusal in one line; in bounded memory."""
 
-import contextlib
-import io
 import random
-import shutil
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.faults.damage import stopped_run
-from benchmarks.faults.outcome import Outcome, Tell, subject
-from tokendepth import data
-from tokendepth.config import DataConfig, to_dict
-from tokendepth.data.store import cache_folder, load_tokens
-from tokendepth.errors import UserError
-from tokendepth.runs.files import MANIFEST
-from tokendepth.runs.run import Run
-from tokendepth.training.loop import train
+from benchmarks.faults.commands import Reading, called, readings, typed
+from benchmarks.faults.outcome import Outcome, Tell, forget_peak, memory
 
 LONGEST_S = 2.0
 MOST_MEMORY = 2**30
-
-
-@dataclass(frozen=True)
-class Loader:
-    """A file, the function that reads it, and the answers that are right."""
-
-    path: Path
-    read: Callable[[], Any]
-    """What was read, in a form that can be compared."""
-    fallback: Any = None
-    """What may be read instead, where a damaged file has a good one before it."""
-
-
-def loaders(folder: Path) -> dict[str, Loader]:
-    """Over files of two runs under `folder`, one finished and one stopped, of their corpus and of its tokens."""
-    config = subject(folder, steps=4)
-    finished = train(config, folder / "finished", show=False)
-    stopped = stopped_run(config, folder / "stopped", 3)
-    config = finished.config
-    only_config = Run.create(folder / "begun", config, resume=False)
-    before = Run(shutil.copytree(stopped.path, folder / "before"))
-    shutil.rmtree(before.checkpoints / "step-00000003")
-
-    def checkpoint(run: Run = stopped) -> Any:
-        found = run.load_checkpoint()[0]
-        return found and (found.step, found.files, {n: a.tobytes() for n, a in found.tensors.items()})
-
-    def tokens() -> Any:
-        with contextlib.redirect_stderr(io.StringIO()):
-            found = load_tokens(index.stem, config.data.corpus)
-        return found and (found.ids.tobytes(), found.tokenizer, found.ends, found.split_bytes, found.fingerprint)
-
-    def corpus() -> Any:
-        dataset = data.load(DataConfig(f"text:{copy}"))
-        stopped.check_corpus(dataset.fingerprint)
-        return dataset.fingerprint
-
-    def weights() -> Any:
-        return {name: array.tobytes() for name, array in finished.weights().items()}
-
-    newest = stopped.checkpoints / "step-00000003"
-    index = next((cache_folder() / "tokens").glob("*.json"))
-    copy = folder / "copy.txt"
-    copy.write_bytes((folder / "corpus.txt").read_bytes())
-    return {
-        "config, to resume": Loader(
-            only_config.path / "config.json",
-            lambda: to_dict(Run.create(only_config.path, config, resume=True).config),
-        ),
-        "config, finished": Loader(finished.path / "config.json", lambda: to_dict(finished.config)),
-        "environment": Loader(finished.path / "env.json", lambda: finished.env),
-        "metrics": Loader(finished.path / "metrics.jsonl", finished.metrics),
-        "model": Loader(finished.path / "model.safetensors", weights),
-        "model's manifest": Loader(finished.path / MANIFEST, weights),
-        "tokenizer": Loader(finished.path / "tokenizer.json", weights),
-        "checkpoint": Loader(newest / "state.safetensors", checkpoint, checkpoint(before)),
-        "checkpoint's manifest": Loader(newest / MANIFEST, checkpoint, checkpoint(before)),
-        "token cache": Loader(index.with_suffix(".npy"), tokens),
-        "token cache's index": Loader(index, tokens),
-        "corpus": Loader(copy, corpus),
-    }
-
-
-class Examination:
-    """One loader, whose file is replaced by mutations of it and put back in the end."""
-
-    def __init__(self, name: str, loader: Loader, outcome: Outcome) -> None:
-        self.name, self.loader, self.outcome = name, loader, outcome
-        self.original = loader.path.read_bytes()
-        self.right = loader.read()
-        assert self.right is not None, f"{name} reads nothing"
-        self.slowest = 0.0
-
-    def __enter__(self) -> "Examination":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.loader.path.write_bytes(self.original)
-
-    def try_out(self, content: bytes) -> None:
-        self.loader.path.write_bytes(content)
-        start = time.perf_counter()
-        try:
-            found = self.loader.read()
-            if content == self.original:
-                self.outcome.check(found == self.right, f"{self.name}: the file as it was is refused")
-            else:
-                ok = found == self.right or found == self.loader.fallback
-                self.outcome.check(ok, f"{self.name}: accepted {content[:60]!r}")
-        except UserError as error:
-            self.outcome.check("\n" not in str(error), f"{self.name}: more than one line: {error}")
-            self.outcome.check(content != self.original, f"{self.name}: the file as it was is refused")
-        except Exception as error:
-            self.outcome.check(False, f"{self.name}: {type(error).__name__}: {error} for {content[:60]!r}")
-        seconds = time.perf_counter() - start
-        self.slowest = max(self.slowest, seconds)
-        self.outcome.check(seconds <= LONGEST_S, f"{self.name}: took {seconds:.1f} s")
-        self.outcome.attempts += 1
+TYPED_EVERY = 400
+"""Of so many attempts one is a process of its own; the others are commands in this one, which take a hundredth."""
+SLOW = ("train", "evaluate", "calibrate")
 
 
 SPLICES = (b"", b"\0", b"\xff", b" ", b"\n", b"9" * 40, b"-1", b'"', b"{", b"}", b",", b"null", b"NaN", b"[" * 99)
@@ -148,28 +39,44 @@ def mutate(content: bytes, dice: random.Random) -> bytes:
     return bytes(changed)
 
 
+class Examination:
+    """One file and command, tried with one content after the other."""
+
+    def __init__(self, reading: Reading, outcome: Outcome) -> None:
+        self.reading, self.outcome = reading, outcome
+        with reading.fresh() as self.content:
+            pass
+        self.slowest = 0.0
+
+    def try_out(self, content: bytes) -> None:
+        reading, outcome = self.reading, self.outcome
+        with outcome.attempt(f"{reading.name}: {content[:60]!r}"), reading.fresh():
+            reading.path.write_bytes(content)
+            call = typed if outcome.attempts % TYPED_EVERY == TYPED_EVERY - 1 else called
+            answer = call(*reading.words)
+            refusal = reading.check(outcome, answer, repr(content[:60]), same=content == self.content)
+            if refusal:
+                outcome.said([refusal], reading.original.parent)
+            self.slowest = max(self.slowest, answer.seconds)
+            outcome.check(answer.seconds <= LONGEST_S, f"{reading.name}: took {answer.seconds:.1f} s")
+
+
 def mutation(folder: Path, count: int, tell: Tell) -> Outcome:
-    """`count` mutated files, spread over the loaders."""
+    """`count` mutated files, spread over all that are read; the commands that take longest get fewer."""
     outcome, dice, slowest = Outcome(), random.Random(4), 0.0
-    tried = loaders(folder)
-    before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of what this process did before
-    for place, (name, loader) in enumerate(tried.items()):
-        share = count * (place + 1) // len(tried) - count * place // len(tried)
-        with Examination(name, loader, outcome) as examination:
-            for _ in range(share):
-                examination.try_out(mutate(examination.original, dice))
-                if outcome.attempts % 50 == 0:
-                    tell(outcome.attempts, count)
+    every = readings(folder)
+    weights = [1 if reading.words[0] in SLOW else 8 for reading in every]
+    ends = [count * sum(weights[: n + 1]) // sum(weights) for n in range(len(every))]
+    before = memory("VmRSS")
+    forget_peak()
+    for reading, end in zip(every, ends, strict=True):
+        examination = Examination(reading, outcome)
+        while outcome.attempts < end:
+            examination.try_out(mutate(examination.content, dice))
+            tell(outcome.attempts, count)
         slowest = max(slowest, examination.slowest)
-    grown = _memory("VmHWM") - before
+    grown = memory("VmHWM") - before
     outcome.check(grown <= MOST_MEMORY, f"memory grew by {grown} bytes")
-    outcome.figures |= {"slowest, s": round(slowest, 4), "memory grew by at most, bytes": grown, "files": len(tried)}
+    outcome.figures |= {"slowest, s of CPU": round(slowest, 4), "memory grew by at most, bytes": grown}
+    outcome.figures["files and commands"] = len(every)
     return outcome
-
-
-def _memory(name: str) -> int:
-    """Bytes that Linux counts for this process: VmRSS now, VmHWM at most."""
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024

@@ -1,26 +1,57 @@
 """What came of one kind of fault, injected many times; and the small run that is disturbed."""
 
+import contextlib
 import os
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tokendepth.config import DataConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
+from tokendepth.config import DataConfig, MethodConfig, ModelConfig, RunConfig, TrainConfig, TSAConfig
 from tokendepth.errors import UserError
 from tokendepth.runs.run import Run
 
 Tell = Callable[[int, int], None]
 """Called with how many are done, of how many."""
 
+LIMIT_S = 120.0
+"""An attempt that takes longer hangs, however busy the machine is; one takes some tenths of a second."""
+
+
+class Hang(BaseException):
+    """Something did not end within its limit. No Exception, which whatever hangs could take for one of its own."""
+
+
+class NotTried(Exception):
+    """There was nothing left to disturb: a process came to its end before it could be."""
+
+
+@contextlib.contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Raise Hang in this process, by SIGALRM, where the block takes longer."""
+
+    def late(number: int, frame: object) -> None:
+        raise Hang(f"did not end within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left)  # of the limit that this one is inside of
+
 
 @dataclass
 class Outcome:
     attempts: int = 0
     failures: list[str] = field(default_factory=list)
+    hangs: int = 0
+    """So many of the failures are processes, or commands in this one, that ran into their time limit."""
     figures: dict[str, Any] = field(default_factory=dict)
     """What else was counted or measured."""
     says: list[str] = field(default_factory=list)
@@ -32,12 +63,33 @@ class Outcome:
         if not ok:
             self.failures.append(str(failure))
 
+    @contextlib.contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """One more attempt, with a time limit. One that finds nothing to disturb raises NotTried and does not count."""
+        with contextlib.suppress(NotTried):
+            with self.guard(name), limit(LIMIT_S):
+                yield
+            self.attempts += 1
+
+    @contextlib.contextmanager
+    def guard(self, name: str) -> Iterator[None]:
+        """Whatever ends the block early, a limit or an error that nobody expected, is a failure."""
+        try:
+            yield
+        except NotTried:
+            raise
+        except Hang as hang:
+            self.hangs += 1
+            self.failures.append(f"{name}: {hang}")
+        except Exception as error:
+            self.failures.append(f"{name}: {type(error).__name__}: {error}")
+
     def compare(self, run: Run, expected: Run, *, metrics: bool = True) -> None:
         """A run that was disturbed and gone on with must end as the undisturbed one did."""
         try:
             difference = max_difference(run, expected)
             self.check(difference == 0.0, f"{run.name}: weights differ by {difference}")
-            self.check(not metrics or _steady(run) == _steady(expected), f"{run.name}: metrics differ")
+            self.check(not metrics or steady(run) == steady(expected), f"{run.name}: metrics differ")
         except UserError as error:
             self.failures.append(str(error))
 
@@ -51,7 +103,9 @@ class Outcome:
                 self.says.append(plain)
 
 
-def subject(folder: Path, **train: Any) -> RunConfig:
+def subject(
+    folder: Path, method: MethodConfig | None = None, *, recipe: str = "demo.tsa", layers: int = 3, **train: Any
+) -> RunConfig:
     """A run that trains in a fraction of a second: TSA, dropout on, a checkpoint at every step."""
     corpus = folder / "corpus.txt"
     if not corpus.exists():
@@ -61,9 +115,10 @@ def subject(folder: Path, **train: Any) -> RunConfig:
     settings = {"steps": 20, "batch_size": 4, "lr": 1e-2, "eval_every": 5, "checkpoint_every": 1, "log_every": 1}
     return RunConfig(
         data=DataConfig(f"text:{corpus}"),
-        model=ModelConfig(d_model=32, n_layer=3, n_head=4, d_ff=64, context=16, dropout=0.1),
-        method=TSAConfig(depth_penalty=0.1),
+        model=ModelConfig(d_model=32, n_layer=layers, n_head=4, d_ff=64, context=16, dropout=0.1),
+        method=method or TSAConfig(depth_penalty=0.1),
         train=TrainConfig(**{**settings, "device": "cpu", "dtype": "float32", **train}),
+        recipe=recipe,
     )
 
 
@@ -78,7 +133,7 @@ def max_difference(run: Run, expected: Run) -> float:
     return largest if largest > 0 else float("inf")  # the same value in other bits, or NaN
 
 
-def _steady(run: Run) -> list[dict[str, Any]]:
+def steady(run: Run) -> list[dict[str, Any]]:
     """Metrics without the one number that a clock makes."""
     return [{key: value for key, value in row.items() if key != "tokens_per_s"} for row in run.metrics()]
 
@@ -87,4 +142,22 @@ def package_environment() -> dict[str, str]:
     """For a process that is to import this very package, with one thread: bits depend on how many share a sum."""
     root = str(Path(__file__).resolve().parents[2])
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    return {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    passive = {"OMP_WAIT_POLICY": "PASSIVE"}  # where there are more, they wait without keeping a core busy
+    return {
+        **os.environ,
+        **threads,
+        **passive,
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+    }
+
+
+def forget_peak() -> None:
+    """Of this process's memory: what it did before does not count."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory(name: str) -> int:
+    """Bytes that Linux counts for this process: VmRSS now, VmHWM at most."""
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024

@@ -12,11 +12,23 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.faults import damage, disk, exactness, kills, mutation
-from benchmarks.faults.outcome import Outcome, Tell
+from benchmarks.faults import (
+    belongings,
+    damage,
+    disk,
+    exactness,
+    kills,
+    mutation,
+    pickles,
+    power,
+    seals,
+    signals,
+    special,
+)
+from benchmarks.faults.outcome import LIMIT_S, Outcome, Tell
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.progress import Progress
-from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.machine import choose_device, commit, environment
 from tokendepth.runs.results import Row, add_rows
 
 MOST_FAILURES_KEPT = 10
@@ -35,7 +47,8 @@ class Fault:
 
 FAULTS = {
     "kill": Fault(
-        kills.kill, 500, "`kill -9` at a random moment, a save at every step",
+        kills.kill, 600,
+        "`kill -9` at a random moment: every method, saves 1, 3 or 7 steps apart, resumed with other threads",
         "no resume refused, no saved step lost, the same bits in the end",
     ),
     "kill-rank": Fault(
@@ -54,21 +67,43 @@ FAULTS = {
         kills.stop, 100, "SIGTERM or SIGINT at a random moment, or inside the backward pass",
         "saved within the step, exit code 143 or 130, the same bits in the end",
     ),
+    "signals": Fault(
+        signals.signals, 200, "every catchable signal that ends a process; stdout or stderr gone, full or stuck",
+        "a training saves first, or goes on; every command ends without a traceback",
+    ),
     "damage": Fault(
-        damage.damage, 24, "a file of a run missing, cut, emptied or with a flipped bit (12 files, 4 ways)",
-        "found and named; an unfinished run goes on to the same bits, a finished one is refused",
+        damage.damage, 100, "any file of any kind of run missing, cut, emptied or with a random bit flipped",
+        "named by every command that reads it; a stopped run goes on to the same bits, a finished one is refused",
     ),
     "foreign": Fault(
         exactness.foreign, len(exactness.FOREIGN), "another run's checkpoint in the place of its own, shapes alike",
         "refused with what differs, no file changed; with its own put back, the same bits in the end",
     ),
     "mutation": Fault(
-        mutation.mutation, 10_000, "a mutated config, checkpoint, metrics, model, token cache or corpus",
-        "read as it was written, passed over for the one before, or refused in one line; no crash, no hang",
+        mutation.mutation, 10_000,
+        "a mutated file: of a run begun, stopped or finished, its evaluation, thresholds, tokens or text",
+        "every command that reads it gives the right answer or refuses in one line; no crash, no hang",
+    ),
+    "seals": Fault(
+        seals.seals, 1000, "a random bit flipped in eval.json or calibration.json",
+        "refused by name, never read as another number",
+    ),
+    "special-files": Fault(
+        special.special_files, 300, "a pipe, device, sparse terabyte, folder or link in the place of any file",
+        "the right answer or one line, within 5 s, memory flat",
+    ),
+    "foreign-files": Fault(
+        belongings.foreign_files, len(belongings.CASES),
+        "copies, notes and links of the user's beside and in the place of ours",
+        "none removed, none written to",
     ),
     "pickle": Fault(
-        damage.pickle, 12, "a pickle in the place of any file, with checksums that fit",
+        pickles.pickle, 12, "a pickle in the place of any file, with checksums that fit",
         "never executed",
+    ),
+    "power-cut": Fault(
+        power.power_cut, 300, "a power cut: of what was not flushed to the disk all, some or nothing is left",
+        "no resume refused, no saved step lost, the same bits in the end",
     ),
     "disk-full": Fault(
         disk.full, 100, "a disk that is full from a random step on",
@@ -84,11 +119,12 @@ FAULTS = {
     ),
     "finished": Fault(exactness.finished, 20, "a finished run, resumed", "no file changed"),
     "second": Fault(
-        kills.second, 20, "a second process on the run folder of one at work",
-        "refused with the first one's name; free again when that is killed",
+        kills.second, 20, "a second process on the run folder of one at work, its lock file there or removed",
+        "refused, with the first one's name where the file is there; free again when that is killed",
     ),
     "data-order": Fault(
-        exactness.data_order, 200, "the batches of a step on 2 and 4 ranks",
+        exactness.data_order, 200,
+        "the batches of a step on 2 and 4 ranks: computed, and as taken by trainings of so many processes",
         "those of one process at the same global batch",
     ),
     "layouts": Fault(
@@ -132,6 +168,8 @@ def measure(device_name: str, results: Path, only: str | None, scale: float) -> 
             "attempts": outcome.attempts,
             "failed": len(outcome.failures),
             "failures": outcome.failures[:MOST_FAILURES_KEPT],
+            "hangs": outcome.hangs,
+            "limit_s": LIMIT_S,
             "figures": outcome.figures,
             "skipped": outcome.skipped,
             "says": outcome.says,
@@ -145,14 +183,14 @@ def measure(device_name: str, results: Path, only: str | None, scale: float) -> 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[Path]:
     """A folder, with a token cache of its own, and one thread: bits depend on how many share a sum."""
-    threads, cache = torch.get_num_threads(), os.environ.get("TOKENDEPTH_CACHE")
+    threads, before = torch.get_num_threads(), dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TOKENDEPTH_CACHE"] = str(Path(folder) / "cache")
+        os.environ["TOKENDEPTH_COMMIT"] = commit()  # else every evaluation asks git
         torch.set_num_threads(1)
         try:
             yield Path(folder)
         finally:
             torch.set_num_threads(threads)
-            del os.environ["TOKENDEPTH_CACHE"]
-            if cache is not None:
-                os.environ["TOKENDEPTH_CACHE"] = cache
+            os.environ.clear()
+            os.environ.update(before)

@@ -15,11 +15,13 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from benchmarks.faults.damage import at_step
+from benchmarks.faults.stopped import at_step
+from tokendepth import streams
+from tokendepth.cli.main import main as main_program
 from tokendepth.config import from_dict
 from tokendepth.errors import Interrupted, UserError
 from tokendepth.methods import build
@@ -30,10 +32,12 @@ from tokendepth.training.ranks import Ranks
 from tokendepth.training.step import OptimiserStep
 
 Order = dict[str, Any]
+REPORTS = os.dup(1)
+"""Where stdout led at first: what is disturbed may have one of its own."""
 
 
 def say(order: Order, what: str, value: object) -> None:
-    os.write(1, (json.dumps([order["number"], what, value]) + "\n").encode())
+    os.write(REPORTS, (json.dumps([order["number"], what, value]) + "\n").encode())
 
 
 def told(order: Order, owner: Any, name: str, before: str = "", after: str = "") -> None:
@@ -80,6 +84,8 @@ def signal_in_backward(order: Order) -> Callable[[Any], None]:
 
 
 def train(order: Order) -> int:
+    if threads := order.get("threads"):
+        torch.set_num_threads(threads)  # what this machine would choose
     told(order, Run, "save_checkpoint", after="saved")
     told(order, module._Training, "_step", before="step")
     told(order, module.StopSignals, "_note", after="noted")
@@ -103,14 +109,27 @@ def train(order: Order) -> int:
     return 0
 
 
-def gradient(order: Order) -> int:
-    """The gradient of one batch over `world` processes, written to `out` by the first of them."""
+def over_ranks(order: Order, work: Callable[[Order, int], None]) -> int:
+    """Do `work` in `world` processes with the environment that torchrun gives them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(order["world"])}
     rank = next((rank for rank in range(1, order["world"]) if os.fork() == 0), 0)
     os.environ["RANK"] = str(rank)
+    try:
+        work(order, rank)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    if rank:
+        os._exit(0)
+    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(1, order["world"])]
+    return max(map(abs, codes), default=0)
+
+
+def gradient(order: Order, rank: int) -> None:
+    """The gradient of one batch, written to `out` by the first rank."""
     config = from_dict(order["config"])
     dataset = module.data.load(config.data)
     config = module.resolve(config, dataset)
@@ -123,10 +142,65 @@ def gradient(order: Order) -> int:
         gradients = {name: g.numpy() for name, g in zip(step.parameters, step.gradients, strict=True)}
         Path(order["out"]).write_bytes(serialize(gradients))
     ranks.leave()
-    if rank:
-        os._exit(0)
-    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(1, order["world"])]
-    return max(map(abs, codes), default=0)
+
+
+def batches(order: Order, rank: int) -> None:
+    """Train, and keep what each rank's training asked its dataset for, step by step, in OUT-RANK.safetensors."""
+    seen, real = {}, module._Training._batch
+
+    def noted(self: Any, step: int) -> tuple:
+        inputs, targets = real(self, step)
+        seen[f"inputs/{step}"], seen[f"targets/{step}"] = inputs, targets
+        return inputs, targets
+
+    module._Training._batch = noted
+    module.train(from_dict(order["config"]), order["out"], resume=True, show=False)
+    Path(f"{order['out']}-{rank}.safetensors").write_bytes(serialize(seen))
+
+
+def command(order: Order) -> int:
+    """A command line, with stdout and stderr sent elsewhere. It ends as any interpreter does, by its own flush."""
+    sys.stdout = sys.__stdout__ = _send(1, order["stdout"])
+    sys.stderr = sys.__stderr__ = _send(2, order["stderr"])
+    streams.PATIENCE_S = 0.01
+    try:
+        main_program(order["arguments"])
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+    return 0
+
+
+def _send(descriptor: int, where: str) -> IO[str]:
+    """To a path; to a pipe whose reader is "gone"; or to one that is full and whose reader has "stalled"."""
+    if where in ("gone", "stalled"):
+        reader, target = os.pipe()
+        if where == "gone":
+            os.close(reader)
+        else:
+            os.set_blocking(target, False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(target, bytes(4096))
+            os.set_blocking(target, True)
+    else:
+        target = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(target, descriptor)
+    return open(descriptor, "w", buffering=1 if descriptor == 2 else -1, closefd=False)
+
+
+DO: dict[str, Callable[[Order], int]] = {
+    "train": train,
+    "gradient": lambda order: over_ranks(order, gradient),
+    "batches": lambda order: over_ranks(order, batches),
+    "command": command,
+}
 
 
 def main() -> None:
@@ -141,7 +215,7 @@ def main() -> None:
             with contextlib.suppress(BaseException):  # a process that fails must not go on as a second server
                 try:
                     say(order, "pid", os.getpid())
-                    code = {"train": train, "gradient": gradient}[order["do"]](order)
+                    code = DO[order["do"]](order)
                 except BaseException:
                     traceback.print_exc()
             os._exit(code)

@@ -1,22 +1,39 @@
 """The small version of `python -m benchmarks faults`, and that its functions notice when something is lost."""
 
-import contextlib
 import math
+import os
 import pickle  # noqa: TID251 only to show that the payloads are alive
+import shutil
+import signal
+import stat
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.faults import damage, exactness, mutation
+from benchmarks.faults import (
+    belongings,
+    commands,
+    damage,
+    exactness,
+    mutation,
+    pickles,
+    processes,
+    signals,
+    special,
+)
+from benchmarks.faults import outcome as outcomes
 from benchmarks.faults.outcome import Outcome, max_difference, subject
 from benchmarks.faults.registry import FAULTS, measure
 from tests.shown import every_update
 from tests.tiny import one_line
 from tokendepth.cli.main import main
 from tokendepth.errors import UserError
+from tokendepth.runs import checkpoints, shapes
 from tokendepth.runs import run as runs
+from tokendepth.runs.files import parse_json
 from tokendepth.runs.results import read_rows
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
@@ -24,21 +41,26 @@ from tokendepth.training.loop import train
 pytestmark = pytest.mark.slow
 
 SMALL = {
-    "kill": 10,
+    "kill": 8,
     "kill-rank": 1,
     "resume": 4,
     "gpu-resume": 1,
     "stop": 4,
-    "damage": 24,
-    "foreign": 3,
-    "mutation": 360,
+    "signals": 5,
+    "damage": 4,
+    "foreign": 2,
+    "mutation": 150,
+    "seals": 40,
+    "special-files": 24,
+    "foreign-files": 8,
     "pickle": 12,
+    "power-cut": 10,
     "disk-full": 4,
     "read-only": 4,
     "not-finite": 12,
     "finished": 2,
-    "second": 1,
-    "data-order": 20,
+    "second": 2,
+    "data-order": 10,
     "layouts": 3,
 }
 
@@ -79,25 +101,21 @@ def test_mutations_by_hypothesis_are_read_as_written_or_refused(tmp_path):
 
     outcome = Outcome()
     edit = st.tuples(st.floats(0, 1), st.integers(0, 9), st.binary(max_size=4) | st.sampled_from(mutation.SPLICES))
-    with contextlib.ExitStack() as held:
-        examinations = [
-            held.enter_context(mutation.Examination(name, loader, outcome))
-            for name, loader in mutation.loaders(tmp_path).items()
-        ]
+    quick = [reading for reading in commands.readings(tmp_path) if reading.words[0] in ("generate", "report")]
+    examinations = [mutation.Examination(reading, outcome) for reading in quick]
 
-        @hypothesis.settings(max_examples=300)
-        @hypothesis.given(st.sampled_from(examinations), st.lists(edit, max_size=4))
-        def read(examination, edits):
-            content = bytearray(examination.original)
-            for where, length, new in edits:
-                start = int(where * len(content))
-                content[start : start + length] = new
-            examination.try_out(bytes(content))
-            examination.loader.path.write_bytes(examination.original)
-            assert outcome.failures == []
+    @hypothesis.settings(max_examples=150)
+    @hypothesis.given(st.sampled_from(examinations), st.lists(edit, min_size=1, max_size=4))
+    def read(examination, edits):
+        content = bytearray(examination.content)
+        for where, length, new in edits:
+            start = int(where * len(content))
+            content[start : start + length] = new
+        examination.try_out(bytes(content))
+        assert outcome.failures == []
 
-        read()
-    assert outcome.attempts >= 200
+    read()
+    assert outcome.attempts >= 100
 
 
 # --- the measurement can fail -----------------------------------------------------------------------------------------
@@ -123,13 +141,101 @@ def test_a_single_bit_of_difference_is_seen(tmp_path):
 def test_checksums_that_are_not_looked_at_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "verify_file", nothing)
     monkeypatch.setattr("tokendepth.runs.files.verify_file", nothing)
-    assert len(tried("mutation", tmp_path).failures) > 20
+    assert len(tried("mutation", tmp_path).failures) > 10
 
 
 def test_small_files_that_are_restored_in_silence_are_noticed(tmp_path, monkeypatch):
     real = Run.restore
     monkeypatch.setattr(Run, "restore", lambda self, files: real(self, files)[:0])
-    assert len(damage.damage(tmp_path, 8, nothing).failures) == 8
+    monkeypatch.setattr(damage, "readings", lambda folder: commands.readings(folder)[:1])
+    outcome = tried("damage", tmp_path)
+    assert len(outcome.failures) == outcome.attempts == len(damage.WAYS)
+
+
+def test_numbers_that_are_not_sealed_are_noticed(tmp_path, monkeypatch):
+    def unsealed(path, version):
+        return parse_json(path.read_bytes()), True
+
+    monkeypatch.setattr(runs, "read_sealed", unsealed)
+    monkeypatch.setattr(shapes, "problem", nothing)
+    assert len(tried("seals", tmp_path).failures) > 10
+
+
+def test_what_waits_for_a_pipe_is_a_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr("tokendepth.runs.files.regular", lambda path, flags: os.open(path, flags))
+    monkeypatch.setattr(special, "SPECIAL", {"pipe": os.mkfifo})
+    monkeypatch.setattr(special, "PATIENCE_S", 1.0)
+    outcome = tried("special-files", tmp_path, 4)
+    assert 0 < outcome.hangs <= len(outcome.failures)
+
+
+def test_a_process_that_says_nothing_any_more_is_a_hang(tmp_path, monkeypatch):
+    outcome = Outcome()
+    with processes.Server(tmp_path) as server:
+        server.finish(subject(tmp_path, steps=1), tmp_path / "quick")
+        monkeypatch.setattr(processes, "PATIENCE_S", 0.5)
+        with outcome.attempt("asleep"):
+            server.start(subject(tmp_path), tmp_path / "run", action="sleep", step=0).exit_code()
+    assert (outcome.attempts, outcome.hangs, len(outcome.failures)) == (1, 1, 1)
+
+
+def test_an_attempt_without_end_or_with_an_error_of_any_kind_is_a_failure(monkeypatch):
+    monkeypatch.setattr(outcomes, "LIMIT_S", 0.1)
+    outcome = Outcome()
+    with outcome.attempt("slow"):
+        time.sleep(10)
+    with outcome.attempt("wrong"):
+        raise KeyError("x")
+    with outcome.attempt("late"):
+        raise outcomes.NotTried
+    assert (outcome.attempts, outcome.hangs) == (2, 1)
+    assert [failure.split(":")[0] for failure in outcome.failures] == ["slow", "wrong"]
+
+
+def test_a_signal_that_saves_nothing_and_a_command_that_fails_are_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "ending_signals", lambda: [signal.SIGKILL])
+    quiet = str(tmp_path / "quiet")
+    monkeypatch.setattr(signals, "_streams", lambda *_: [(["describe", "nothing"], quiet, quiet)])
+    failures = tried("signals", tmp_path).failures
+    assert "SIGKILL: exit code -9" in failures
+    assert any("describe" in failure for failure in failures)
+
+
+def test_a_users_note_that_is_removed_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_clear", lambda path: shutil.rmtree(path, ignore_errors=True))
+    monkeypatch.setattr(checkpoints, "remove", lambda folder, names: shutil.rmtree(folder, ignore_errors=True))
+    name = "note.txt in checkpoints/step-00000003"
+    monkeypatch.setattr(belongings, "CASES", {name: belongings.CASES[name]})
+    (failure,) = tried("foreign-files", tmp_path).failures
+    assert failure == f"{name}: run/checkpoints/step-00000003/note.txt is gone or changed"
+
+
+class Forgetful:
+    """`os`, with an fsync that does nothing for files or for folders."""
+
+    def __init__(self, forgotten: str) -> None:
+        self.forgotten = forgotten
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def fsync(self, handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode) != (self.forgotten == "folders"):
+            os.fsync(handle)
+
+
+@pytest.mark.parametrize("forgotten", ["files", "folders"])
+def test_what_is_not_synced_is_noticed(forgotten, tmp_path, monkeypatch):
+    monkeypatch.setattr("tokendepth.runs.files.os", Forgetful(forgotten))
+    assert tried("power-cut", tmp_path).failures
+
+
+def test_ranks_that_take_other_batches_are_noticed(tmp_path, monkeypatch):
+    real = exactness.subject
+    monkeypatch.setattr(exactness, "subject", lambda folder, **train: real(folder, seed=1, **train))
+    failures = tried("data-order", tmp_path).failures
+    assert any("of 2 processes" in failure for failure in failures)
+    assert any("of 4 processes" in failure for failure in failures)
 
 
 def test_a_number_that_stops_nothing_is_noticed(tmp_path, monkeypatch):
@@ -139,7 +245,7 @@ def test_a_number_that_stops_nothing_is_noticed(tmp_path, monkeypatch):
 
 
 def test_the_pickles_are_alive(tmp_path):
-    made = damage.payloads(tmp_path / "executed")
+    made = pickles.payloads(tmp_path / "executed")
     for kind in ("pickle", "pickle 2"):
         pickle.loads(made[kind])  # noqa: S301
         (tmp_path / "executed").rmdir()

@@ -6,6 +6,7 @@ import torch
 from tokendepth.config import DenseConfig, ITTConfig, ModelConfig, RunConfig, TSAConfig
 from tokendepth.infer import auto
 from tokendepth.methods import build
+from tokendepth.runs.files import write_sealed
 
 MODEL = ModelConfig(d_model=16, n_layer=2, n_head=2, d_ff=16, context=8, dropout=0.0, vocab_size=7)
 
@@ -53,6 +54,25 @@ def test_a_damaged_profile_is_measured_anew(monkeypatch, model, own_cache, text)
     auto.choose(model, 2, 8, 0.5)
     auto.choose(model, 2, 8, 0.5)
     assert calls == [2]
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        None,
+        [],
+        {"x": 1},
+        {"x": {}},
+        {"x": {"hard_ms": "1", "sparse_ms": [1] * 4}},
+        {"x": {"hard_ms": 1, "sparse_ms": [1]}},
+    ],
+)
+def test_a_sealed_profile_of_another_shape_is_measured_anew(own_cache, junk):
+    own_cache.mkdir(exist_ok=True)
+    write_sealed(own_cache / "profile.json", {"version": auto.VERSION, "profiles": junk})
+    assert auto._kept(own_cache / "profile.json") == {}
+    write_sealed(own_cache / "profile.json", {"version": auto.VERSION})
+    assert auto._kept(own_cache / "profile.json") == {}
 
 
 def test_a_real_profile_has_a_time_for_every_fraction(model):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.faults.damage import stopped_run
+from benchmarks.faults.stopped import stopped_run
 from tests.runs.samples import resumed, stopped_after_two
 from tests.tiny import hashes, tiny
 from tokendepth.runs.files import write_json

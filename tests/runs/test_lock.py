@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks.faults.special import SPECIAL
 from tests.tiny import hashes, one_line, tiny
 from tokendepth.errors import UserError
 from tokendepth.measure.evaluate import evaluate
@@ -115,7 +116,9 @@ def test_where_only_files_can_be_locked_the_file_serves(tmp_path, monkeypatch):
         pytest.fail("let in")
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "loop", "pipe", "folder", "file"])
+@pytest.mark.parametrize(
+    "kind", ["link", "dangling link", "loop", "pipe", "folder", "file", "second name of an empty file", "a terabyte"]
+)
 def test_what_is_in_the_place_of_the_lock_is_left_alone(tmp_path, kind):
     theirs, lock = tmp_path / "thesis.tex", tmp_path / "run" / LOCK
     theirs.write_text("years of work")
@@ -127,6 +130,8 @@ def test_what_is_in_the_place_of_the_lock_is_left_alone(tmp_path, kind):
         "pipe": lambda: os.mkfifo(lock),
         "folder": lambda: lock.mkdir(),
         "file": lambda: shutil.copy(theirs, lock),
+        "second name of an empty file": lambda: ((tmp_path / "empty").touch(), os.link(tmp_path / "empty", lock)),
+        "a terabyte": lambda: SPECIAL["a terabyte"](lock),
     }[kind]()
     before = os.lstat(lock)
     with pytest.raises(UserError, match="move it away") as raised, only_one(lock.parent):
@@ -182,3 +187,11 @@ def test_a_second_training_changes_nothing_and_readers_need_no_lock(tmp_path):
         assert evaluate(run, timing=False)["tokens"] > 0
         assert train(config, run.path, resume=True, show=False) == run  # finished: it only reads
     assert train(config, begun.path, resume=True, show=False).finished
+
+
+@pytest.mark.parametrize("left", [b"", b"proc", bytes(40), b"process 12 on" + bytes(9)])
+def test_what_a_power_cut_left_of_a_lock_holds_nobody_up(tmp_path, left):
+    (tmp_path / LOCK).write_bytes(left)
+    with only_one(tmp_path):
+        assert (tmp_path / LOCK).read_bytes().startswith(b"process %d on " % os.getpid())
+    assert not (tmp_path / LOCK).exists()

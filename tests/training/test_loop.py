@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.faults.damage import stopped_run
+from benchmarks.faults.stopped import stopped_run
 from tests.tiny import TEXT, hashes, one_line, steady, tiny, write_corpus
 from tokendepth.config import BudgetConfig, DenseConfig, RunConfig, TSAConfig, to_dict
 from tokendepth.data import load, tokenizer_from_dict

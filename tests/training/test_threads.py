@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.faults.damage import stopped_run
+from benchmarks.faults.stopped import stopped_run
 from tests.tiny import tiny
 from tokendepth.config import RunConfig
 from tokendepth.runs.run import Run

@@ -20,11 +20,18 @@ from tokendepth.model import LanguageModel
 from tokendepth.ops.launch import LOW_PRECISION
 from tokendepth.runs.files import read_sealed, write_sealed
 from tokendepth.runs.machine import describe_device
+from tokendepth.runs.shapes import COUNT, POSITIVE, Kind, Object, is_number, problem
 from tokendepth.trace import Execution
 
 FRACTIONS = (0.1, 0.4, 0.7, 1.0)
 REPEATS = 5
 VERSION = 2  # of the file of profiles; 1 had no seal
+TIMES = Kind(
+    "a time for each fraction",
+    lambda value: isinstance(value, list) and len(value) == len(FRACTIONS) and all(map(is_number, value)),
+)
+PROFILE = Object(needed={"hard_ms": POSITIVE, "sparse_ms": TIMES})
+PROFILES = Object(needed={"version": COUNT, "profiles": Object(other=PROFILE)})
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ def _kept(path) -> dict[str, Any]:
         tree, is_sealed = read_sealed(path, VERSION)
     except UserError:
         return {}
-    return tree["profiles"] if is_sealed else {}
+    return tree["profiles"] if is_sealed and not problem(tree, PROFILES) else {}
 
 
 def _shape(model: LanguageModel) -> list:

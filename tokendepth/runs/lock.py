@@ -24,6 +24,7 @@ except ImportError:
     fcntl = None
 
 SIGNATURE = b"process "
+LONGEST = 1000  # bytes of a lock
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 TRIES = 100
 NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
@@ -69,8 +70,7 @@ def _lock_file(path: Path, held: contextlib.ExitStack) -> bool:
         _lock(handle, path.parent)
         if not _is_at(handle, path):
             return False
-        content = os.read(handle, 200)
-        if content.strip(b"\0") and not content.startswith(SIGNATURE):  # a power cut may leave zeros
+        if not _may_be_ours(handle):
             raise _in_the_way(path)
         os.lseek(handle, 0, os.SEEK_SET)
         os.truncate(handle, 0)
@@ -79,6 +79,12 @@ def _lock_file(path: Path, held: contextlib.ExitStack) -> bool:
         held.push(opened.pop_all())
         held.callback(_remove, handle, path)
         return True
+
+
+def _may_be_ours(handle: int) -> bool:
+    """Our words; or what a power cut left of them, zeros or the beginning. Not what also has another name."""
+    facts, content = os.fstat(handle), os.read(handle, LONGEST).strip(b"\0")
+    return facts.st_nlink <= 1 and facts.st_size <= LONGEST and content.startswith(SIGNATURE[: len(content)])
 
 
 def _lock(handle: int, folder: Path) -> None:
@@ -99,7 +105,7 @@ def _holder(path: Path) -> str:
     with contextlib.suppress(OSError):
         handle = regular(str(path), os.O_RDONLY | NO_FOLLOW)
         try:
-            content = os.read(handle, 200)
+            content = os.read(handle, LONGEST)
         finally:
             os.close(handle)
         if content.startswith(SIGNATURE):
