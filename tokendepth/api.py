@@ -3,15 +3,16 @@
 Their examples are run by a test, one after the other, as they stand in `tokendepth.__all__`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from tokendepth import data, methods
 from tokendepth.config import RunConfig
 from tokendepth.data.dataset import Split
 from tokendepth.infer import generate as generating
 from tokendepth.infer.compile import compiled
+from tokendepth.infer.generate import Generation
 from tokendepth.infer.text_model import TextModel
 from tokendepth.measure import evaluate as evaluating
 from tokendepth.model import LanguageModel
@@ -92,55 +93,47 @@ def evaluate(
     return found
 
 
-class Generation:
-    """Text as it is generated: iterate over its pieces, or ask for all of it.
-
-    >>> generation = td.generate("runs/tsa", "def ", tokens=5, temperature=0)
-    >>> "".join(generation) == generation.text
-    True
-    >>> len(generation.spending.depth)
-    5
-    """
-
-    def __init__(self, pieces: Iterator[str], spending: generating.Spending) -> None:
-        self._rest, self._read = pieces, []
-        self.spending = spending
-        """What each token cost so far, and the seconds that all of them took."""
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._read
-        for piece in self._rest:
-            self._read.append(piece)
-            yield piece
-
-    @property
-    def text(self) -> str:
-        """The whole continuation; what is not there yet is generated now."""
-        return "".join(self)
-
-
+@overload
+def generate(run: Run | str | Path, prompt: str, **settings: Any) -> Generation: ...
+@overload
+def generate(run: Run | str | Path, prompt: Sequence[str], **settings: Any) -> list[Generation]: ...
 def generate(
     run: Run | str | Path,
-    prompt: str,
+    prompt: str | Sequence[str],
     *,
     tokens: int = 200,
     temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    stop: str | Sequence[str] = (),
     seed: int = 0,
+    logprobs: int | None = None,
     execution: Execution = "sparse",
     device: str = "auto",
     budget: float | None = None,
-) -> Generation:
-    """Continue a prompt with a finished run. Temperature 0 takes the likeliest token; `seed` fixes the others.
+) -> Generation | list[Generation]:
+    """Continue a prompt with a finished run; of a list of prompts, each as it would be alone, all at the same time.
+
+    Temperature 0 takes the likeliest token; `seed` fixes the others. Of a prompt longer than the context its end is
+    read, and a text that outgrows the context goes on from the last half of it. The text ends before a `stop` string.
+    `logprobs` keeps each token's log-probability, and those of so many of the likeliest.
 
     >>> len(td.generate("runs/tsa", "def ", tokens=5).text)
     5
+    >>> [len(each.text) for each in td.generate("runs/tsa", ["def ", "one text"], tokens=3, top_p=0.9)]
+    [3, 3]
     """
-    spending = generating.Spending()
-    pieces = generating.generate(
-        Run.open(_path(run)), prompt, spending, tokens=tokens, temperature=temperature, seed=seed,
-        execution=execution, device=device, budget=budget,
+    generations = generating.generate(
+        Run.open(_path(run)), [prompt] if isinstance(prompt, str) else list(prompt), tokens=tokens,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, stop=stop, seed=seed,
+        logprobs=logprobs, execution=execution, device=device, budget=budget,
     )  # fmt: skip
-    return Generation(pieces, spending)
+    return generations[0] if isinstance(prompt, str) else generations
 
 
 def compile(model: AnyModel) -> AnyModel:
