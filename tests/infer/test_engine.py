@@ -26,11 +26,14 @@ from tokendepth.model import LanguageModel
 TOKENIZER = CharTokenizer("abcdefghijk")
 ROUNDING = 1e-5
 
-each_case = pytest.mark.parametrize("case", CASES)
-each_method = pytest.mark.parametrize("case", [case for case in CASES if case.removesuffix(" modern") in METHODS])
+EVERY_METHOD = [case for case in CASES if case.removesuffix(" modern") in METHODS]
+each_method = pytest.mark.parametrize("case", EVERY_METHOD)
+each_case = pytest.mark.parametrize(
+    "case", [case if case in EVERY_METHOD else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 each_dial = pytest.mark.parametrize(
     "case",
-    [c for c, config in CASES.items() if METHODS[method_name(config)].live_thresholds is not Method.live_thresholds],
+    [c for c in EVERY_METHOD if METHODS[method_name(CASES[c])].live_thresholds is not Method.live_thresholds],
 )
 
 

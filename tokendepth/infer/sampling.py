@@ -83,17 +83,16 @@ class Sampler:
     def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self.sampling = sampling
         self._dice = torch.Generator().manual_seed(sampling.seed)
-        ask = sampling
-        self._penalises = ask.presence_penalty != 0 or ask.frequency_penalty != 0
         self._seen = self._counts = self._bias = None
-        if ask.repetition_penalty != 1:
+        if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._seen[list(prompt)] = True
-        if self._penalises:
+        if sampling.presence_penalty or sampling.frequency_penalty:
             self._counts = torch.zeros(vocab_size, device=device)
-        if ask.logit_bias:
+        if sampling.logit_bias:
             self._bias = torch.zeros(vocab_size, device=device)
-            self._bias[list(ask.logit_bias)] = torch.tensor([*ask.logit_bias.values()], device=device)
+            for token, bias in sampling.logit_bias.items():
+                self._bias[token] = bias
 
     def draw(self) -> float:
         """The next number in [0, 1)."""
