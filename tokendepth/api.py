@@ -5,7 +5,7 @@ Their examples are run by a test, one after the other, as they stand in `tokende
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from tokendepth import data, methods
 from tokendepth.config import RunConfig
@@ -93,13 +93,34 @@ def evaluate(
     return found
 
 
+class _Settings(TypedDict, total=False):
+    """The keywords of `generate`, for type checkers: which of its two forms it is depends on the prompt alone."""
+
+    tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    stop: str | Sequence[str]
+    seed: int
+    logprobs: int | None
+    execution: Execution
+    device: str
+    budget: float | None
+
+
 @overload
-def generate(run: Run | str | Path, prompt: str, **settings: Any) -> Generation: ...
+def generate(run: Run | str | Path, prompt: str, **settings: Unpack[_Settings]) -> Generation: ...
 @overload
-def generate(run: Run | str | Path, prompt: Sequence[str], **settings: Any) -> list[Generation]: ...
+def generate(
+    run: Run | str | Path, prompt: list[str] | tuple[str, ...], **settings: Unpack[_Settings]
+) -> list[Generation]: ...
 def generate(
     run: Run | str | Path,
-    prompt: str | Sequence[str],
+    prompt: str | list[str] | tuple[str, ...],
     *,
     tokens: int = 200,
     temperature: float = 0.8,

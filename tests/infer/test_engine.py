@@ -54,10 +54,10 @@ class Ask:
         return engine.submit(self.prompt, self.sampling, max_tokens=self.tokens, **options)
 
 
-ASKS = (
+ASKS = (  # in a context of 16 tokens
     Ask(0, 5, 6, Sampling(temperature=0, logprobs=3)),
     Ask(1, 1, 4, Sampling(temperature=0.8, seed=1, logprobs=3)),
-    Ask(2, 9, None, Sampling(temperature=1.5, seed=2, top_k=7, top_p=0.95, min_p=0.01, logprobs=3)),  # fills the context
+    Ask(2, 9, None, Sampling(temperature=1.5, seed=2, top_k=7, top_p=0.95, min_p=0.01, logprobs=3)),  # fills it
     Ask(3, 3, 5, Sampling(temperature=0, repetition_penalty=1.3, frequency_penalty=0.4, logprobs=3)),
     Ask(4, TIME, 5, Sampling(temperature=1, seed=4, logit_bias={3: 2.0}, logprobs=3)),  # there is room for one token
 )

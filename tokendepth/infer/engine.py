@@ -160,7 +160,8 @@ class Engine:
         """
         check_range("slots", slots, 1)
         like = model.embedding.weight
-        self.model, self.tokenizer, self.execution = model, tokenizer, execution
+        self.model, self.tokenizer = model, tokenizer
+        self.execution: Execution = execution
         self.fixed = like.is_cuda if fixed is None else fixed
         context = model.config.context
         self.cache = KVCache(

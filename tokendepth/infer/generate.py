@@ -54,8 +54,10 @@ class Generation:
     True
     """
 
-    def __init__(self, engine: Engine, request: Request) -> None:
+    def __init__(self, engine: Engine, request: Request, left_out: int = 0) -> None:
         self._engine, self._request = engine, request
+        self.left_out = left_out
+        """Tokens at the beginning of the prompt that were not read, because the context is shorter."""
         self.spending = Spending()
         """What each token cost so far, and the seconds that all of them took."""
 
@@ -125,4 +127,5 @@ def generate(
     strings = [stop] if isinstance(stop, str) else list(stop)
     context = model.config.context
     requests = [engine.submit(ids[-context:], ask, max_tokens=tokens, stop=strings, rolls=True) for ids in encoded]
-    return [Generation(engine, request) for request in requests]
+    left_out = [max(0, len(ids) - context) for ids in encoded]
+    return [Generation(engine, *each) for each in zip(requests, left_out, strict=True)]

@@ -57,7 +57,12 @@ class Sampling:
         check_range("top_k", self.top_k, 0)
         check(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
         check_range("min_p", self.min_p, 0, 1)
-        check(0 < self.repetition_penalty <= 100, "repetition_penalty", self.repetition_penalty, "a number above 0, at most 100")
+        check(
+            0 < self.repetition_penalty <= 100,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a number above 0, at most 100",
+        )
         check_range("presence_penalty", self.presence_penalty, -2, 2)
         check_range("frequency_penalty", self.frequency_penalty, -2, 2)
         for bias in self.logit_bias.values():

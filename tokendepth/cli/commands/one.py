@@ -237,6 +237,16 @@ class Generate:
     """How many tokens to add."""
     temperature: float = 0.8
     """0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw from so many of the likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens that have this probability together."""
+    min_p: float = 0.0
+    """Draw from tokens at least this probable, as a share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that were there become less likely."""
+    stop: tuple[str, ...] = ()
+    """End before one of these strings."""
     seed: int = 0
     """Fixes the sample."""
     execution: Literal["soft", "hard", "sparse"] = "sparse"
@@ -248,13 +258,22 @@ class Generate:
 
     def __call__(self) -> None:
         with Progress(LOADING):
-            from tokendepth.infer.generate import Spending, generate
+            from tokendepth.infer.generate import generate
+        from tokendepth.cli.shades import Shades
         from tokendepth.runs.run import Run
 
-        spending = Spending()
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "prompt")}
-        for number, piece in enumerate(generate(Run.open(self.run), self.prompt, spending, **settings)):
-            print(piece if number else self.prompt + piece, end="", flush=True)
+        (generation,) = generate(Run.open(self.run), [self.prompt], **settings)
+        if generation.left_out:
+            cause = "the prompt is longer than the context of this model"
+            print(f"tokendepth: {cause}; its first {generation.left_out} tokens are not read", file=sys.stderr)
+        shades = Shades()
+        if shades.on:
+            print(shades.legend())
+        print(self.prompt, end="", flush=True)
+        for token in generation.tokens():
+            print(shades.shaded(token.text, token.active_fraction), end="", flush=True)
+        spending = generation.spending
         print(f"\n[{self.execution}: {spending.summary()}]", file=sys.stderr)
         if self.budget is not None and (line := spending.off_budget(self.budget)):
             print(f"tokendepth: {line}", file=sys.stderr)
