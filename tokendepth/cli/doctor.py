@@ -19,6 +19,7 @@ from tokendepth.runs.run import Run
 EXTRAS = {
     "report": ("matplotlib", "jinja2"),
     "data": ("tokenizers",),
+    "serve": ("fastapi", "uvicorn", "jinja2"),
     "tensorboard": ("tensorboard",),
     "kernels": ("triton",),
 }

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -167,12 +167,22 @@ class Engine:
         self.cache = KVCache(
             model.config, slots, context, layers=model.method.cache_layers, like=like.detach(), fixed=self.fixed
         )
+        self._vocabulary = tokenizer.vocab_size  # a model may have more: padding
         self._slots: list[Request | None] = [None] * slots
         self._waiting: deque[Request] = deque()
 
     # -- requests
 
-    def submit(
+    def submit(self, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any) -> Request:
+        """Continue `prompt`; arguments as of `prepare`."""
+        return self.enqueue(self.prepare(prompt, sampling, **options))
+
+    def enqueue(self, request: Request) -> Request:
+        """It runs as soon as a slot is free."""
+        self._waiting.append(request)
+        return request
+
+    def prepare(
         self,
         prompt: Sequence[int],
         sampling: Sampling | None = None,
@@ -183,14 +193,15 @@ class Engine:
         rolls: bool = False,
         thresholds: Sequence[float] | None = None,
     ) -> Request:
-        """Continue `prompt` until `max_tokens` (none: until the context is full), a stop string or a stop token.
+        """To continue `prompt` until `max_tokens` (none: until the context is full), a stop string or a stop token.
 
-        rolls: a request that has filled the context begins again with the last half of it, so that a token is computed
-        from half a context at least, and hardly any is computed twice. thresholds: of the method's routed sites, for
-        this request alone; a calibrated budget is such a list.
+        Checked, but not enqueued; that any thread may do while another one steps. rolls: a request that has filled the
+        context begins again with the last half of it, so that a token is computed from half a context at least, and
+        hardly any is computed twice. thresholds: of the method's routed sites, for this request alone; a calibrated
+        budget is such a list.
         """
         sampling, ids = sampling or Sampling(), [int(token) for token in prompt]
-        context, size = self.model.config.context, self.model.config.vocab_size
+        context, size = self.model.config.context, self._vocabulary
         if not ids:
             raise UserError("the prompt is empty; give at least one token")
         if len(ids) > context:
@@ -202,13 +213,11 @@ class Engine:
         check_range("tokens", max_tokens, 1, MOST_TOKENS)
         assert thresholds is None or self.model.method.live_thresholds() is not None, "this method has none to set"
         device = self.cache.lengths.device
-        request = Request(
-            tuple(ids), max_tokens, frozenset(stop_ids), rolls,
+        return Request(
+            tuple(ids), max_tokens, frozenset([*stop_ids, *self.tokenizer.stops]), rolls,
             None if thresholds is None else torch.tensor(thresholds, device=device),
             Sampler(sampling, ids, size, device), ShownText(self.tokenizer, stop), ids=ids,
         )  # fmt: skip
-        self._waiting.append(request)
-        return request
 
     def cancel(self, request: Request) -> None:
         """End it now; one that has ended already stays as it is."""
@@ -297,7 +306,7 @@ class Engine:
     ) -> list[tuple[Request, Choice, DepthTrace]]:
         """The next token of each request, which has the row `rows` of the pass and `lengths` of its columns."""
         logits = found.logits if len(rows) == len(found.logits) else found.logits[list(rows)]
-        choices = choose(logits, [request.sampler for request in requests])
+        choices = choose(logits[:, : self._vocabulary], [request.sampler for request in requests])
         trace = _on_host(found.trace)
         columns = [_column(trace, row, length) for row, length in zip(rows, lengths, strict=True)]
         for request, length in zip(requests, lengths, strict=True):

@@ -119,7 +119,7 @@ def generate(
     if run.config.data.corpus in SYNTHETIC_CORPORA and not all(prompts):
         raise UserError("--prompt is empty; copy and sort continue a source such as '<bos>4a7<sep>'")
     tokenizer = tokenizer_of(run)
-    encoded = [tokenizer.encode(prompt) or [0] for prompt in prompts]
+    encoded = [tokenizer.encode_prompt(prompt) or [0] for prompt in prompts]
     model = load_model(run, choose_device(device))
     if budget is not None:
         calibrate.set_budget(model, run, budget, show=True)
