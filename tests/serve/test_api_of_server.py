@@ -17,6 +17,7 @@ from tokendepth.runs.machine import choose_device
 from tokendepth.runs.run import Run
 from tokendepth.serve.service import Limits, Service
 
+pytestmark = pytest.mark.xdist_group("serve")
 PROMPTS = ["green", "40 green bottles hanging", "th"]
 SETTINGS = [
     {"temperature": 0},
@@ -63,7 +64,14 @@ def test_ids_are_taken_for_text(served: Served, tokenizer):
 def test_a_stop_string_ends_it_and_is_shown_in_no_chunk(served: Served, run):
     whole = offline(run, "green", 30, seed=3).text
     stop = whole[5:8]
-    asked = {"model": "bottles", "prompt": "green", "max_tokens": 30, "seed": 3, "temperature": 0.8, "stop": [stop, "\0"]}
+    asked = {
+        "model": "bottles",
+        "prompt": "green",
+        "max_tokens": 30,
+        "seed": 3,
+        "temperature": 0.8,
+        "stop": [stop, "\0"],
+    }
     (choice,) = served.client().completions.create(**asked).choices
     assert (choice.text, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
     chunks = [chunk.choices[0] for chunk in served.client().completions.create(**asked, stream=True)]
@@ -235,16 +243,18 @@ def test_models_health_and_metrics(served: Served):
 
 
 def test_a_key_is_asked_for_where_there_is_one(run):
-    with serving(Service.of(run, "cpu", Limits(slots=1)), key="s3cret-é") as found:
-        assert [model.id for model in openai_client(found, "s3cret-é").models.list()] == ["bottles"]
-        for wrong in ("s3cret", "s3cret-é2", "é"):
-            with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
-                openai_client(found, wrong).models.list()
-        answer = httpx2.get(f"{found.url}/metrics")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    key = "s3cret-\u00e9"
+    with serving(Service.of(run, "cpu", Limits(slots=1)), key) as found:
+
+        def answer(given: str) -> httpx2.Response:
+            return httpx2.get(f"{found.url}/v1/models", headers={"Authorization": given.encode()})
+
+        assert answer(f"Bearer {key}").json()["data"][0]["id"] == "bottles"
+        for wrong in (f"Bearer {key}2", "Bearer s3cret-", "Bearer", "", key, f"Basic {key}", "Bearer \u00e9\u4e00"):
+            refused = answer(wrong)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
+            openai.OpenAI(base_url=f"{found.url}/v1", api_key="x", max_retries=0).models.list()
+        assert httpx2.get(f"{found.url}/metrics").status_code == 401
         assert httpx2.get(f"{found.url}/health").status_code == 200, "whoever watches the server has no key"
-
-
-def openai_client(served: Served, key: str) -> openai.OpenAI:
-    header = {"Authorization": b"Bearer " + key.encode()}
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0, default_headers=header)

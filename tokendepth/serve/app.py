@@ -241,7 +241,8 @@ def _check_key(request: Request, api_key: str | None) -> None:
     if api_key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    right = hmac.compare_digest(given.strip().encode(), api_key.encode())  # as long for every wrong key
+    # In constant time, and byte for byte: headers come as Latin-1, whatever they were.
+    right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
     if scheme.lower() != "bearer" or not right:
         message = "the API key is missing or wrong; send it as: Authorization: Bearer KEY"
         raise Refusal(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -205,9 +205,7 @@ def _stop(fields: Mapping[str, Any]) -> tuple[str, ...]:
     strings = [] if value is None else [value] if isinstance(value, str) else value
     right = isinstance(strings, list) and len(strings) <= MOST_STOPS
     if not right or not all(isinstance(string, str) and 0 < len(string) <= LONGEST_STOP for string in strings):
-        raise _wrong(
-            "stop", value, f"a string or up to {MOST_STOPS} of them, none empty, each of {LONGEST_STOP} at most"
-        )
+        raise _wrong("stop", value, f"up to {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters")
     return tuple(strings)
 
 
