@@ -1,8 +1,10 @@
 """The OpenAI API: the official client gets what td.generate gives offline, streamed or not, alone or among others."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import httpx2
 import openai
@@ -148,6 +150,16 @@ def test_clients_at_the_same_time_get_their_own(served: Served, run):
     with ThreadPoolExecutor(10) as pool:
         assert list(pool.map(ask, settings)) == expected
     assert served.service.metrics._totals["steps"] - before < 10 * 15 * 0.8
+
+
+def test_the_example_of_the_page_works(served: Served, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "SERVE.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.setattr(served.service, "name", "budget")
+    exec(code.replace("http://127.0.0.1:8000", served.url).replace("def ", "green"), {})
+    said = capsys.readouterr().out
+    assert re.search(r" [01]\.\d+\n", said), "the first one's active fraction"
+    assert len(said) >= 20 + 20
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------
