@@ -14,9 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokendepth.api import Generation, build, compile, evaluate, generate, load, train
+    from tokendepth.api import build, compile, evaluate, generate, load, train
     from tokendepth.config import RunConfig
     from tokendepth.errors import UserError
+    from tokendepth.infer.generate import Generation
     from tokendepth.infer.text_model import TextModel
     from tokendepth.recipes import recipe
     from tokendepth.runs.run import Run
@@ -42,6 +43,7 @@ __all__ = [
 
 _HOME = {
     "DepthTrace": "trace",
+    "Generation": "infer.generate",
     "Run": "runs.run",
     "RunConfig": "config",
     "TextModel": "infer.text_model",

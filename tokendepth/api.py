@@ -1,14 +1,15 @@
 """The functions of `import tokendepth as td`: what the commands do, without printing. A test runs their examples."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from tokendepth import data, methods
 from tokendepth.config import RunConfig
 from tokendepth.data.dataset import Split
 from tokendepth.infer import generate as generating
 from tokendepth.infer.compile import compiled
+from tokendepth.infer.generate import Generation
 from tokendepth.infer.text_model import TextModel
 from tokendepth.measure import evaluate as evaluating
 from tokendepth.model import LanguageModel
@@ -90,55 +91,68 @@ def evaluate(
     return found
 
 
-class Generation:
-    """Generated text: iterate over its pieces as they come, or read `text` for all of it.
+class _Settings(TypedDict, total=False):
+    """The keywords of `generate`, for type checkers: which of its two forms it is depends on the prompt alone."""
 
-    >>> generation = td.generate("runs/tsa", "def ", tokens=5, temperature=0)
-    >>> "".join(generation) == generation.text
-    True
-    >>> len(generation.spending.depth)
-    5
-    """
-
-    def __init__(self, pieces: Iterator[str], spending: generating.Spending) -> None:
-        self._rest, self._read = pieces, []
-        self.spending = spending
-        """The cost of each token so far, and the seconds that all of them took."""
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._read
-        for piece in self._rest:
-            self._read.append(piece)
-            yield piece
-
-    @property
-    def text(self) -> str:
-        """The whole continuation; generates what is still missing."""
-        return "".join(self)
+    tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    stop: str | Sequence[str]
+    seed: int
+    logprobs: int | None
+    execution: Execution
+    device: str
+    budget: float | None
 
 
+@overload
+def generate(run: Run | str | Path, prompt: str, **settings: Unpack[_Settings]) -> Generation: ...
+@overload
+def generate(
+    run: Run | str | Path, prompt: list[str] | tuple[str, ...], **settings: Unpack[_Settings]
+) -> list[Generation]: ...
 def generate(
     run: Run | str | Path,
-    prompt: str,
+    prompt: str | list[str] | tuple[str, ...],
     *,
     tokens: int = 200,
     temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    stop: str | Sequence[str] = (),
     seed: int = 0,
+    logprobs: int | None = None,
     execution: Execution = "sparse",
     device: str = "auto",
     budget: float | None = None,
-) -> Generation:
-    """Continue a prompt with a finished run. Temperature 0 takes the likeliest token; else `seed` fixes the sample.
+) -> Generation | list[Generation]:
+    """Continue a prompt with a finished run; of a list of prompts, each as it would be alone, all at the same time.
+
+    Temperature 0 takes the likeliest token; `seed` fixes the others. Of a prompt longer than the context its end is
+    read, and a text that outgrows the context goes on from the last half of it. The text ends before a `stop` string.
+    `logprobs` keeps each token's log-probability, and those of so many of the likeliest.
 
     >>> len(td.generate("runs/tsa", "def ", tokens=5).text)
     5
+    >>> [len(each.text) for each in td.generate("runs/tsa", ["def ", "one text"], tokens=3, top_p=0.9)]
+    [3, 3]
     """
-    spending = generating.Spending()
-    pieces = generating.generate(
-        Run.open(_path(run)), prompt, spending, tokens=tokens, temperature=temperature, seed=seed,
-        execution=execution, device=device, budget=budget,
+    generations = generating.generate(
+        Run.open(_path(run)), [prompt] if isinstance(prompt, str) else list(prompt), tokens=tokens,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, stop=stop, seed=seed,
+        logprobs=logprobs, execution=execution, device=device, budget=budget,
     )  # fmt: skip
-    return Generation(pieces, spending)
+    return generations[0] if isinstance(prompt, str) else generations
 
 
 def compile(model: AnyModel) -> AnyModel:

@@ -98,8 +98,8 @@ class KVCache:
         self.keys[layer][row, :, columns] = keys.transpose(1, 2).to(self.keys.dtype)
         self.values[layer][row, :, columns] = values.transpose(1, 2).to(self.values.dtype)
         self.valid[layer][row, columns] = torch.ones_like(columns, dtype=torch.bool) if leaving is None else leaving
-        k, v, seen = (self._rows(buffer[layer]) for buffer in (self.keys, self.values, self.valid))
-        return k[:, :, :window], v[:, :, :window], seen[:, :window]
+        k, v = (self._rows(buffer[layer][:, :, :window]) for buffer in (self.keys, self.values))
+        return k, v, self._rows(self.valid[layer][:, :window])  # cut first: rows of some slots are copied
 
     def append_rows(
         self, layer: int, keys: Tensor, values: Tensor, sequence: Tensor, columns: Tensor

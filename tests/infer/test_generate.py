@@ -1,85 +1,162 @@
-"""Generation: what a cache gives is what reading all anew gives, and it costs what is new."""
+"""Generation: prompts together are what each is alone, texts outgrow the context, a terminal shows depth."""
+
+import io
+import itertools
+import re
+import sys
 
 import pytest
-import torch
 
-from tests.tiny import tiny
+import tokendepth as td
+from tests.tiny import TEXT, one_line, tiny
 from tokendepth.cli.main import main
-from tokendepth.config import METHOD_CONFIGS, BudgetConfig, EarlyExitConfig, ModelConfig, RunConfig
-from tokendepth.infer.generate import Decoder
+from tokendepth.cli.shades import STEPS, shade
+from tokendepth.config import BudgetConfig, ModelConfig, RunConfig
+from tokendepth.data import ByteTokenizer
+from tokendepth.infer.engine import Engine
+from tokendepth.infer.sampling import Sampling
 from tokendepth.measure import calibrate
 from tokendepth.methods import build
-from tokendepth.model import LanguageModel
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
-
-CONTEXT, VOCABULARY = 16, 11
-ROUNDING = 1e-5
-"""Of the largest logit, as in the contract."""
-
-
-def model_of(method: str) -> LanguageModel:
-    """With matrices that matter, and deep enough for those that share layers."""
-    config = EarlyExitConfig(threshold=0.4) if method == "early_exit" else METHOD_CONFIGS[method]()
-    model = build(RunConfig(model=ModelConfig(32, 4, 4, 48, CONTEXT, 0.0, VOCABULARY), method=config)).eval()
-    with torch.no_grad():
-        for matrix in (p for p in model.parameters() if p.ndim == 2):
-            matrix.mul_(0.2 / matrix.std())
-    return model
-
-
-def text(length: int) -> list[int]:
-    return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-@pytest.mark.parametrize("method", METHOD_CONFIGS)
-@pytest.mark.parametrize("prompt", [1, 5, CONTEXT])
-def test_up_to_the_context_a_token_is_computed_from_all_before_it(method, prompt):
-    model, ids = model_of(method), text(CONTEXT)
-    decode = Decoder(model, "sparse")
-    with torch.no_grad():
-        for seen in range(prompt, CONTEXT + 1):
-            found = decode(ids[:seen]).logits[0, -1]
-            whole = model(torch.tensor([ids[:seen]]), execution="sparse").logits[0, -1]
-            assert (found - whole).abs().max() <= ROUNDING * whole.abs().max()
-
-
-def test_beyond_it_a_token_is_computed_from_half_a_context_at_least():
-    model, ids = model_of("tsa"), text(3 * CONTEXT)
-    decode, begins = Decoder(model, "sparse"), 0
-    with torch.no_grad():
-        for seen in range(CONTEXT, len(ids) + 1):
-            found = decode(ids[:seen]).logits[0, -1]
-            if seen - begins > CONTEXT:
-                begins = seen - CONTEXT // 2
-            whole = model(torch.tensor([ids[begins:seen]]), execution="sparse").logits[0, -1]
-            assert (found - whole).abs().max() <= ROUNDING * whole.abs().max()
-            assert CONTEXT // 2 <= seen - begins <= CONTEXT
-
-
-def test_what_is_in_the_cache_is_not_computed_again():
-    model, ids = model_of("dense"), text(2 * CONTEXT)
-    decode = Decoder(model, "sparse")
-    with torch.no_grad():
-        computed = [decode(ids[:seen]).trace.work.shape[-1] for seen in range(5, 2 * CONTEXT + 1)]
-    full, half = CONTEXT - 5, CONTEXT // 2
-    assert computed == [5, *[1] * full, half, *[1] * half, half, *[1] * (len(computed) - full - half - 3)]
-
-
-def test_a_context_of_one_token_is_enough():
-    model = build(RunConfig(model=ModelConfig(32, 2, 4, 48, 1, 0.0, VOCABULARY))).eval()
-    decode = Decoder(model, "sparse")
-    with torch.no_grad():
-        assert [decode(text(n)).logits.shape[1] for n in (1, 2, 3)] == [1, 1, 1]
-
-
-# --- budgets ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def budgeted(tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("budget")
     return train(tiny(folder, BudgetConfig(), steps=1), folder / "run", show=False)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 3, "top_k": 20, "top_p": 0.9, "min_p": 0.01}])
+def test_prompts_together_are_continued_as_each_alone(budgeted, settings):
+    """More than run at once, of different lengths, some longer than the context, all beyond it."""
+    prompts = ["green", "", TEXT[:50], "40 "] * 5
+    together = td.generate(budgeted, prompts, tokens=20, device="cpu", **settings)
+    assert len(together) == 20
+    last = together[-1].text
+    alone = {prompt: td.generate(budgeted, prompt, tokens=20, device="cpu", **settings) for prompt in set(prompts)}
+    for prompt, generation in zip(prompts, together, strict=True):
+        expected = alone[prompt]
+        assert generation.text == expected.text
+        assert [t.depth for t in generation.tokens()] == [t.depth for t in expected.tokens()]
+        assert generation.left_out == expected.left_out == (34 if len(prompt) == 50 else 0)
+    assert last == together[-1].text
+
+
+def test_a_text_ends_before_a_stop_string(budgeted):
+    whole = td.generate(budgeted, "green", tokens=30, seed=1, device="cpu")
+    stop = whole.text[4:7]
+    for given in (stop, [stop], ["no such text", stop]):
+        cut = td.generate(budgeted, "green", tokens=30, seed=1, device="cpu", stop=given)
+        assert cut.text == whole.text[: whole.text.index(stop)]
+        assert (cut.reason, whole.reason) == ("stop", "length")
+
+
+def test_tokens_carry_what_was_asked_for(budgeted):
+    generation = td.generate(budgeted, "green", tokens=4, logprobs=2, device="cpu")
+    assert generation.reason is None
+    for token in generation.tokens():
+        assert token.choice.logprob is not None
+        assert token.choice.logprob <= token.choice.top[0][1] <= 0
+        assert len(token.choice.top) == 2
+        assert len(token.depth) == len(generation.sites) == 3
+        assert 0 < token.flops_share < 1.1, "routers may cost more than what is skipped"
+    assert generation.reason == "length"
+
+
+def test_a_context_of_one_token_is_enough():
+    model = build(RunConfig(model=ModelConfig(32, 2, 4, 48, 1, 0.0, 256))).eval()
+    engine = Engine(model, ByteTokenizer(), slots=1)
+    request = engine.submit([7], Sampling(0), max_tokens=3, rolls=True)
+    assert [token.trace.work.shape[2] for token in engine.stream(request)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "said"),
+    [
+        ([], {}, "there is no prompt; give a text, or a list of at least one"),
+        ("a", {"tokens": 0}, "tokens is 0; expected a number from 1 to"),
+        ("a", {"top_p": 0}, "top_p is 0; expected a number above 0, at most 1"),
+        ("a", {"stop": ""}, "a stop string is empty"),
+        ("a", {"execution": "fast"}, "execution is 'fast'; expected one of soft, hard, sparse"),
+        (["a", "\N{SNOWMAN}"], {}, "'\N{SNOWMAN}'"),
+        ("a", {"budget": 2}, "budget is 2"),
+    ],
+)
+def test_a_mistake_is_one_line_and_told_at_once(budgeted, prompt, settings, said):
+    with pytest.raises(td.UserError) as error:
+        td.generate(budgeted, prompt, device="cpu", **settings)
+    assert said in one_line(error.value)
+
+
+def test_what_the_context_does_not_hold_of_a_prompt_is_named(budgeted, capsys):
+    main(["generate", str(budgeted.path), "--prompt", TEXT[:50], "--tokens", "2", "--temperature", "0"])
+    found = capsys.readouterr()
+    assert found.out.startswith(TEXT[:50])
+    assert "tokendepth: the prompt is longer than the context of this model; its first 34 tokens" in found.err
+
+
+# --- in a terminal ----------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(run: Run, monkeypatch, **environment: str) -> str:
+    for name in ("NO_COLOR", "COLORTERM", "FORCE_COLOR", "TERM", "CI"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Terminal())
+        main(["generate", str(run.path), "--prompt", "green", "--tokens", "12", "--seed", "2", "--device", "cpu"])
+        return sys.stdout.getvalue()
+
+
+ESCAPES = re.compile(r"\x1b\[([\d;]*)m")
+
+
+@pytest.mark.parametrize("kind", ["xterm-256color", "truecolor"])
+def test_each_token_has_the_shade_of_its_depth(budgeted, monkeypatch, kind):
+    found = shown(budgeted, monkeypatch, TERM="xterm-256color", COLORTERM="truecolor" if kind == "truecolor" else "")
+    legend, text = found.split("\n", 1)
+    assert ESCAPES.sub("", legend) == "depth  0%  25%  50%  75%  100%  of the routed blocks worked on the token"
+    generation = td.generate(budgeted, "green", tokens=12, seed=2, device="cpu")
+    assert ESCAPES.sub("", text) == "green" + generation.text
+    shades = [code for code in ESCAPES.findall(legend) if code != "0"]
+    assert len(set(shades)) == STEPS + 1
+    expected = [shades[round(token.active_fraction * STEPS)] for token in generation.tokens() if token.text != "\n"]
+    assert [code for code in ESCAPES.findall(text) if code != "0"] == expected
+    assert len({*expected}) > 1, "tokens of different depths"
+
+
+@pytest.mark.parametrize(
+    "environment", [{"NO_COLOR": "1", "TERM": "xterm-256color"}, {"TERM": "dumb"}, {"TERM": "xterm"}]
+)
+def test_without_colours_the_text_is_plain(budgeted, monkeypatch, environment):
+    generation = td.generate(budgeted, "green", tokens=12, seed=2, device="cpu")
+    assert shown(budgeted, monkeypatch, **environment) == "green" + generation.text
+
+
+def test_piped_text_is_plain(budgeted, capsys):
+    main(["generate", str(budgeted.path), "--prompt", "green", "--tokens", "12"])
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_shades_get_darker_with_depth():
+    """By lightness alone, which everybody sees."""
+    steps = [shade(n / STEPS).triplet for n in range(STEPS + 1)]
+    light = [0.2126 * s.red + 0.7152 * s.green + 0.0722 * s.blue for s in steps if s is not None]
+    assert all(a - b > 15 for a, b in itertools.pairwise(light))
+    assert len(light) == STEPS + 1
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ EXTRAS = {
     "report": ("matplotlib", "jinja2"),
     "data": ("tokenizers",),
     "cluster": ("ray",),
+    "serve": ("fastapi", "uvicorn", "jinja2"),
     "tensorboard": ("tensorboard",),
     "kernels": ("triton",),
 }

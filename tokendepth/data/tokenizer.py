@@ -22,6 +22,12 @@ NEWLINE_PIECE = "↵"
 
 class Tokenizer(ABC):
     kind: ClassVar[str]
+    begins: tuple[int, ...] = ()
+    """Ids that every text begins with: the beginning-of-text token of some imported models."""
+    stops: tuple[int, ...] = ()
+    """Ids after which a generated text is over."""
+    chat_template: str | None = None
+    """How a conversation is written as one text, in Jinja; None: the model knows of no conversations."""
 
     @property
     @abstractmethod
@@ -35,6 +41,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of `text`; a UserError names the first character that has none."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a text that a model is to go on with."""
+        return self.encode(text)
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str: ...

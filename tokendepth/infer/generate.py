@@ -1,26 +1,23 @@
-"""Continue a prompt with a trained run: the prompt is read once, then every token alone, the others from a cache."""
+"""Continue prompts with a trained run, by the engine: read once, then token by token, all of them at the same time."""
 
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-
-from tokendepth.cache import KVCache
 from tokendepth.checks import check_range
-from tokendepth.config import LARGEST_SEED, SYNTHETIC_CORPORA
-from tokendepth.data import TextStream, Tokenizer, tokenizer_from_dict
+from tokendepth.config import SYNTHETIC_CORPORA
+from tokendepth.data import Tokenizer, tokenizer_from_dict
 from tokendepth.errors import UserError
+from tokendepth.infer.engine import MOST_TOKENS, Engine, Request, Token
+from tokendepth.infer.sampling import Sampling
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import load_model
-from tokendepth.model import LanguageModel, Output
 from tokendepth.runs.machine import choose_device
 from tokendepth.runs.run import Run
-from tokendepth.trace import DepthTotals, Execution, add_up
+from tokendepth.trace import EXECUTIONS, DepthTotals, Execution, add_up
 
-LOWEST_TEMPERATURE = 0.001
-"""Logits are divided by it, and far below they would not stay finite."""
-MOST_TOKENS = 10**9
+MOST_AT_ONCE = 16
+"""Prompts that are continued at the same time; of more, the others wait."""
 
 
 @dataclass
@@ -43,26 +40,52 @@ class Spending:
         )
 
 
-class Decoder:
-    """What a model says after a text that grows; only what is new of it is computed.
+class Generation:
+    """Text as it is generated: iterate over its pieces, or ask for all of it.
 
-    A model has positions for `context` tokens. Once they are taken it begins again with the last half of them, so that
-    a token is computed from half a context at least, and hardly any is computed twice.
+    >>> generation = td.generate("runs/tsa", "def ", tokens=5, temperature=0)
+    >>> "".join(generation) == generation.text
+    True
+    >>> len(generation.spending.depth)
+    5
+    >>> generation.reason
+    'length'
+    >>> [len(token.depth) for token in generation.tokens()] == [len(generation.sites)] * 5
+    True
     """
 
-    def __init__(self, model: LanguageModel, execution: Execution) -> None:
-        self.model, self.execution = model, execution
-        self.cache: KVCache | None = None
+    def __init__(self, engine: Engine, request: Request, left_out: int = 0) -> None:
+        self._engine, self._request = engine, request
+        self.left_out = left_out
+        """Tokens at the beginning of the prompt that were not read, because the context is shorter."""
+        self.spending = Spending()
+        """What each token cost so far, and the seconds that all of them took."""
 
-    def __call__(self, ids: list[int]) -> Output:
-        """Of `ids`, all but the last must be those of the call before."""
-        model, context = self.model, self.model.config.context
-        new = ids[-1:]
-        if self.cache is None or self.cache.longest == context:
-            new = ids[-context:] if self.cache is None else ids[-max(1, context // 2) :]
-            like = model.embedding.weight
-            self.cache = KVCache(model.config, 1, context, layers=model.method.cache_layers, like=like)
-        return model(torch.tensor([new], device=self.cache.keys.device), execution=self.execution, cache=self.cache)
+    def __iter__(self) -> Iterator[str]:
+        return (token.text for token in self.tokens())
+
+    def tokens(self) -> Iterator[Token]:
+        """Each with its text, its depth at every site, and its log-probability where that was asked for."""
+        for number, token in enumerate(self._engine.stream(self._request)):
+            if number == len(self.spending.depth):
+                self.spending.depth.append(token.trace.totals())
+                self.spending.seconds += token.seconds
+            yield token
+
+    @property
+    def text(self) -> str:
+        """The whole continuation; what is not there yet is generated now."""
+        return "".join(self)
+
+    @property
+    def reason(self) -> str | None:
+        """Why it ended: `stop` (a stop string) or `length` (as many tokens as were asked for); None: it goes on."""
+        return self._request.reason
+
+    @property
+    def sites(self) -> list[str]:
+        """The names of the places where depth is spent, in the order of `token.depth`."""
+        return [site.name for site in self._engine.model.method.sites(keys=1)]
 
 
 def tokenizer_of(run: Run) -> Tokenizer:
@@ -76,41 +99,33 @@ def tokenizer_of(run: Run) -> Tokenizer:
 
 def generate(
     run: Run,
-    prompt: str,
-    spending: Spending,
+    prompts: Sequence[str],
     *,
     tokens: int = 200,
     temperature: float = 0.8,
-    seed: int = 0,
+    stop: str | Sequence[str] = (),
     execution: Execution = "sparse",
     device: str = "auto",
     budget: float | None = None,
-) -> Iterator[str]:
-    """Yield the continuation piece by piece. Temperature 0 takes the likeliest token."""
-    if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature <= 100):
-        raise UserError(f"--temperature is {temperature}; expected 0, or a number from {LOWEST_TEMPERATURE} to 100")
+    **sampling: Any,
+) -> list[Generation]:
+    """One continuation for each prompt; `sampling` are fields of `Sampling`."""
+    ask = Sampling(temperature, **sampling)
     check_range("tokens", tokens, 1, MOST_TOKENS)
-    check_range("seed", seed, 0, LARGEST_SEED)
-    if run.config.data.corpus in SYNTHETIC_CORPORA and not prompt:
+    if execution not in EXECUTIONS:
+        raise UserError(f"execution is {execution!r}; expected one of {', '.join(EXECUTIONS)}")
+    if not prompts:
+        raise UserError("there is no prompt; give a text, or a list of at least one")
+    if run.config.data.corpus in SYNTHETIC_CORPORA and not all(prompts):
         raise UserError("--prompt is empty; copy and sort continue a source such as '<bos>4a7<sep>'")
     tokenizer = tokenizer_of(run)
-    ids = tokenizer.encode(prompt) or [0]
+    encoded = [tokenizer.encode_prompt(prompt) or [0] for prompt in prompts]
     model = load_model(run, choose_device(device))
     if budget is not None:
         calibrate.set_budget(model, run, budget, show=True)
-    decode = Decoder(model, execution)
-    dice = torch.Generator().manual_seed(seed)
-    text = TextStream(tokenizer)
-    with torch.no_grad():
-        for _ in range(tokens):
-            start = time.perf_counter()
-            out = decode(ids)
-            logits = out.logits[0, -1].float().cpu()
-            if temperature == 0:
-                ids.append(int(logits.argmax()))
-            else:
-                ids.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=dice)))
-            spending.depth.append(out.trace.totals())
-            spending.seconds += time.perf_counter() - start
-            yield text.add(ids[-1])
-    yield text.end()
+    engine = Engine(model, tokenizer, slots=min(len(prompts), MOST_AT_ONCE), execution=execution)
+    strings = [stop] if isinstance(stop, str) else list(stop)
+    context = model.config.context
+    requests = [engine.submit(ids[-context:], ask, max_tokens=tokens, stop=strings, rolls=True) for ids in encoded]
+    left_out = [max(0, len(ids) - context) for ids in encoded]
+    return [Generation(engine, *each) for each in zip(requests, left_out, strict=True)]

@@ -102,7 +102,7 @@ def set_budget(
 ) -> None:
     """Set the model of `run` to `budget`: with the thresholds stored for it, else with new ones."""
     check(run, budget)
-    kept = _kept(run).get(f"{budget:g}")
+    kept = kept_thresholds(run).get(f"{budget:g}")
     if kept is None:
         with Progress("reading the corpus", show=show):
             dataset = dataset or data.load(run.config.data)
@@ -136,11 +136,12 @@ def has_budget(config: RunConfig) -> bool:
 
 def keep(model: LanguageModel, run: Run, budget: float) -> None:
     """Store the model's thresholds in the run, so that it can be executed at `budget` without its corpus."""
-    thresholds = {**_kept(run), f"{budget:g}": model.method.thresholds}
+    thresholds = {**kept_thresholds(run), f"{budget:g}": model.method.thresholds}
     write_sealed(run.path / "calibration.json", {"version": VERSION, "thresholds": thresholds})
 
 
-def _kept(run: Run) -> dict[str, Any]:
+def kept_thresholds(run: Run) -> dict[str, Any]:
+    """By each budget that `keep` was called for."""
     remedy = f"remove it and find the thresholds again: tokendepth calibrate {run.path} --budget BUDGET"
     tree = run.read_added("calibration.json", VERSION, remedy)
     table = {} if tree is None else tree.get("thresholds")

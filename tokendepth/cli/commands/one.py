@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import tyro
 
+from tokendepth.checks import check_range
 from tokendepth.config import RunConfig
+from tokendepth.errors import UserError
 from tokendepth.progress import Progress
 from tokendepth.recipes import RECIPES, recipe, summary
 
@@ -238,6 +240,16 @@ class Generate:
     """How many tokens to add."""
     temperature: float = 0.8
     """0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw from so many of the likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens that have this probability together."""
+    min_p: float = 0.0
+    """Draw from tokens at least this probable, as a share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that were there become less likely."""
+    stop: tuple[str, ...] = ()
+    """End before one of these strings."""
     seed: int = 0
     """Random seed of the sample."""
     execution: Literal["soft", "hard", "sparse"] = "sparse"
@@ -249,16 +261,70 @@ class Generate:
 
     def __call__(self) -> None:
         with Progress(LOADING):
-            from tokendepth.infer.generate import Spending, generate
+            from tokendepth.infer.generate import generate
+        from tokendepth.cli.shades import Shades
         from tokendepth.runs.run import Run
 
-        spending = Spending()
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "prompt")}
-        for number, piece in enumerate(generate(Run.open(self.run), self.prompt, spending, **settings)):
-            print(piece if number else self.prompt + piece, end="", flush=True)
+        (generation,) = generate(Run.open(self.run), [self.prompt], **settings)
+        if generation.left_out:
+            cause = "the prompt is longer than the context of this model"
+            print(f"tokendepth: {cause}; its first {generation.left_out} tokens are not read", file=sys.stderr)
+        shades = Shades()
+        if shades.on:
+            print(shades.legend())
+        print(self.prompt, end="", flush=True)
+        for token in generation.tokens():
+            print(shades.shaded(token.text, token.active_fraction), end="", flush=True)
+        spending = generation.spending
         print(f"\n[{self.execution}: {spending.summary()}]", file=sys.stderr)
         if self.budget is not None and (line := spending.off_budget(self.budget)):
             print(f"tokendepth: {line}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Serve a finished run over HTTP, as the OpenAI API does: completions, chat, streams, depth per token.
+
+    With TOKENDEPTH_API_KEY in the environment, clients have to send that key.
+    """
+
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+    host: str = "127.0.0.1"
+    """Address to listen at; by default only this machine reaches it."""
+    port: int = 8000
+    """0 takes a free one."""
+    name: str | None = None
+    """What clients call the model; by default the name of the folder."""
+    slots: int = 8
+    """Requests that are written at the same time."""
+    queue: int = 16
+    """Requests that may wait for a slot; further ones are answered 429."""
+    max_tokens: int = 4096
+    """The most tokens that one request may ask for."""
+    seconds: float = 120.0
+    """A request ends after so long, whatever it has come to."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+
+    def __call__(self) -> None:
+        check_range("slots", self.slots, 1, 4096)
+        check_range("queue", self.queue, 0, 10**6)
+        check_range("max_tokens", self.max_tokens, 1, 10**9)
+        check_range("seconds", self.seconds, 0.1, 10**6)
+        with Progress(LOADING):
+            try:
+                from tokendepth.serve.server import serve
+                from tokendepth.serve.service import Limits
+            except ModuleNotFoundError as error:
+                if error.name not in ("fastapi", "uvicorn", "starlette"):
+                    raise
+                missing = f"serve needs the package {error.name}, not installed"
+                raise UserError(f"{missing}; pip install 'tokendepth[serve]'") from None
+        limits = Limits(self.slots, self.queue, self.max_tokens, self.seconds)
+        key = os.environ.get("TOKENDEPTH_API_KEY") or None
+        serve(self.run, host=self.host, port=self.port, limits=limits, device=self.device, name=self.name, api_key=key)
 
 
 @dataclass(frozen=True)

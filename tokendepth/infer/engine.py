@@ -1,0 +1,367 @@
+"""The engine: requests that are written at the same time, each in a slot of one cache, a token a step.
+
+    engine = Engine(model, tokenizer, slots=8)
+    request = engine.submit(tokenizer.encode("def "), Sampling(temperature=0.8), max_tokens=50)
+    for token in engine.stream(request):
+        print(token.text, end="")
+
+A request that ends or is cancelled frees its slot, and the next one that waits is admitted at the next step, while the
+others go on. What a request gets does not depend on the others.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tokendepth.cache import KVCache
+from tokendepth.checks import check_range
+from tokendepth.data import Tokenizer
+from tokendepth.errors import UserError
+from tokendepth.infer.sampling import Choice, Sampler, Sampling, choose
+from tokendepth.infer.stopping import ShownText
+from tokendepth.model import LanguageModel
+from tokendepth.trace import DepthTotals, DepthTrace, Execution
+
+Reason = Literal["stop", "length", "cancelled"]
+MOST_TOKENS = 10**9
+
+
+# --- one pass ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a pass over some slots says: what comes next in each, and what was worked on."""
+
+    logits: Tensor
+    """`[slots, vocabulary]`"""
+    trace: DepthTrace
+
+
+def prefill(
+    model: LanguageModel,
+    cache: KVCache,
+    prompts: Sequence[Sequence[int]],
+    execution: Execution,
+    thresholds: Tensor | None = None,
+) -> Pass:
+    """Read a prompt into each slot of `cache`, which are empty; shorter ones are padded on the right.
+
+    In a `fixed` cache the width is a power of two or the capacity, so that there are few shapes.
+    """
+    device, lengths = cache.lengths.device, [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    width = min(cache.capacity, 1 << (longest - 1).bit_length()) if cache.fixed else longest
+    ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
+    last = torch.tensor(lengths, device=device) - 1
+    valid = None
+    if min(lengths) < width:
+        valid = torch.arange(width, device=device) <= last[:, None]
+    if thresholds is not None:
+        thresholds = thresholds.expand(-1, -1, width)
+    out = model(ids, execution=execution, cache=cache, valid=valid, thresholds=thresholds)
+    return Pass(out.logits[torch.arange(len(ids), device=device), last], out.trace)
+
+
+def decode_one(
+    model: LanguageModel,
+    cache: KVCache,
+    tokens: Tensor,
+    execution: Execution,
+    running: Tensor | None = None,
+    thresholds: Tensor | None = None,
+) -> Pass:
+    """One more token for each slot of `cache`: `tokens` `[slots]` are the last ones, which it has not read yet.
+
+    running: `[slots]`, False where a slot rests and its token counts for nothing; None: all run.
+    """
+    valid = None if running is None else running[:, None]
+    out = model(tokens[:, None], execution=execution, cache=cache, valid=valid, thresholds=thresholds)
+    return Pass(out.logits[:, -1], out.trace)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token, and what it took."""
+
+    choice: Choice
+    text: str
+    """What it adds to the text that is shown; nothing while a character or what may be a stop string is not whole."""
+    trace: DepthTrace
+    """Of the positions that were computed for it, `[site, 1, position]`: its predecessor, or a whole prompt."""
+    seconds: float
+    """The step that made it, and a token of every other running request."""
+
+    @property
+    def depth(self) -> list[float]:
+        """The work of each site at the position that predicted it."""
+        return self.trace.work[:, 0, -1].tolist()
+
+    @property
+    def active_fraction(self) -> float:
+        """Of the routed sites, how many worked at the position that predicted it."""
+        return self._totals().active_fraction
+
+    @property
+    def flops_share(self) -> float:
+        """FLOPs at that position, as a share of those of the same blocks with nothing skipped and no routers."""
+        return 1 - self._totals().flops_skipped
+
+    def _totals(self) -> DepthTotals:
+        return replace(self.trace, work=self.trace.work[:, :, -1:]).totals()
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to be continued. `Engine.submit` makes one; `tokens` and `reason` are filled in as it is written."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_ids: frozenset[int]
+    rolls: bool
+    thresholds: Tensor | None
+    sampler: Sampler
+    shown: ShownText
+    tokens: list[Token] = field(default_factory=list)
+    reason: Reason | None = None
+    """Why it ended: a stop string or token, as many tokens as were asked for or as fit, or it was cancelled."""
+    ids: list[int] = field(default_factory=list)
+    """The prompt and what was generated."""
+    cached: int = 0
+    """How many of them its slot holds."""
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
+
+
+class Engine:
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        slots: int = 8,
+        execution: Execution = "sparse",
+        fixed: bool | None = None,
+    ) -> None:
+        """`slots` requests run at once; more wait for their turn.
+
+        `fixed`: every decoding step is over all slots and all columns of the cache, so that its shape never changes:
+        by default on a GPU, where passes of one shape are quickest. Elsewhere only what runs is computed.
+        """
+        check_range("slots", slots, 1)
+        like = model.embedding.weight
+        self.model, self.tokenizer = model, tokenizer
+        self.execution: Execution = execution
+        self.fixed = like.is_cuda if fixed is None else fixed
+        context = model.config.context
+        self.cache = KVCache(
+            model.config, slots, context, layers=model.method.cache_layers, like=like.detach(), fixed=self.fixed
+        )
+        self._vocabulary = tokenizer.vocab_size  # a model may have more: padding
+        self._slots: list[Request | None] = [None] * slots
+        self._waiting: deque[Request] = deque()
+
+    # -- requests
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any) -> Request:
+        """Continue `prompt`; arguments as of `prepare`."""
+        return self.enqueue(self.prepare(prompt, sampling, **options))
+
+    def enqueue(self, request: Request) -> Request:
+        """It runs as soon as a slot is free."""
+        self._waiting.append(request)
+        return request
+
+    def prepare(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        rolls: bool = False,
+        thresholds: Sequence[float] | None = None,
+    ) -> Request:
+        """To continue `prompt` until `max_tokens` (none: until the context is full), a stop string or a stop token.
+
+        Checked, but not enqueued; that any thread may do while another one steps. rolls: a request that has filled the
+        context begins again with the last half of it, so that a token is computed from half a context at least, and
+        hardly any is computed twice. thresholds: of the method's routed sites, for this request alone; a calibrated
+        budget is such a list.
+        """
+        sampling, ids = sampling or Sampling(), [int(token) for token in prompt]
+        context, size = self.model.config.context, self._vocabulary
+        if not ids:
+            raise UserError("the prompt is empty; give at least one token")
+        if len(ids) > context:
+            raise UserError(f"the prompt has {len(ids)} tokens, this model's context {context}; give fewer")
+        if wrong := [token for token in (*ids, *sampling.logit_bias, *stop_ids) if not 0 <= token < size]:
+            raise UserError(f"a token is {wrong[0]}; expected 0 to {size - 1}, this model's vocabulary")
+        if max_tokens is None:
+            max_tokens = MOST_TOKENS if rolls else context
+        check_range("tokens", max_tokens, 1, MOST_TOKENS)
+        assert thresholds is None or self.model.method.live_thresholds() is not None, "this method has none to set"
+        device = self.cache.lengths.device
+        return Request(
+            tuple(ids), max_tokens, frozenset([*stop_ids, *self.tokenizer.stops]), rolls,
+            None if thresholds is None else torch.tensor(thresholds, device=device),
+            Sampler(sampling, ids, size, device), ShownText(self.tokenizer, stop), ids=ids,
+        )  # fmt: skip
+
+    def cancel(self, request: Request) -> None:
+        """End it now; one that has ended already stays as it is."""
+        if request.reason is None:
+            self._end(request, "cancelled")
+
+    def stream(self, request: Request) -> Iterator[Token]:
+        """Its tokens as they come; other requests go on meanwhile."""
+        given = 0
+        while True:
+            while given < len(request.tokens):
+                given += 1
+                yield request.tokens[given - 1]
+            if request.reason is not None:
+                return
+            self.step()
+
+    @property
+    def running(self) -> list[Request]:
+        return [request for request in self._slots if request is not None]
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self.running
+
+    # -- a step
+
+    @torch.no_grad()
+    def step(self) -> list[Request]:
+        """One token more for every request that runs, those included that are admitted now; returns them."""
+        start = time.perf_counter()
+        going_on = [n for n, request in enumerate(self._slots) if request and request.cached < self.cache.capacity]
+        beginning = [n for n, request in enumerate(self._slots) if request and n not in going_on]
+        self.cache.free(beginning)
+        for slot in beginning:
+            request = self._at(slot)
+            request.cached = 0
+        beginning += self._admit()
+        found: list[tuple[Request, Choice, DepthTrace]] = []
+        if going_on:
+            found += self._decode(going_on)
+        if beginning:
+            found += self._prefill(beginning)
+        seconds = time.perf_counter() - start
+        for request, choice, trace in found:
+            self._take(request, choice, trace, seconds)
+        return [request for request, _, _ in found]
+
+    def _admit(self) -> list[int]:
+        """The slots of the requests that find one now."""
+        admitted = []
+        for slot, taken in enumerate(self._slots):
+            if taken is None and self._waiting:
+                self._slots[slot] = self._waiting.popleft()
+                admitted.append(slot)
+        return admitted
+
+    def _prefill(self, slots: list[int]) -> list[tuple[Request, Choice, DepthTrace]]:
+        requests = [self._at(slot) for slot in slots]
+        half = max(1, self.cache.capacity // 2)
+        prompts = [request.ids[-half:] if request.tokens else request.ids for request in requests]
+        found = prefill(self.model, self.cache.of(slots), prompts, self.execution, self._thresholds(slots))
+        return self._chosen(requests, found, range(len(slots)), [len(prompt) for prompt in prompts])
+
+    def _decode(self, slots: list[int]) -> list[tuple[Request, Choice, DepthTrace]]:
+        requests, everyone = [self._at(slot) for slot in slots], list(range(len(self._slots)))
+        cache, rows, running = self.cache, slots, None
+        if not self.fixed and slots != everyone:
+            cache, rows = self.cache.of(slots), list(range(len(slots)))
+        elif slots != everyone:
+            running = torch.tensor([slot in slots for slot in everyone], device=cache.lengths.device)
+        last = [0] * cache.batch
+        for row, request in zip(rows, requests, strict=True):
+            last[row] = request.ids[-1]
+        thresholds = self._thresholds(everyone if cache is self.cache else slots)
+        tokens = torch.tensor(last, device=cache.lengths.device)
+        found = decode_one(self.model, cache, tokens, self.execution, running, thresholds)
+        return self._chosen(requests, found, rows, [1] * len(slots))
+
+    def _chosen(
+        self, requests: list[Request], found: Pass, rows: Sequence[int], lengths: list[int]
+    ) -> list[tuple[Request, Choice, DepthTrace]]:
+        """The next token of each request, which has the row `rows` of the pass and `lengths` of its columns."""
+        logits = found.logits if len(rows) == len(found.logits) else found.logits[list(rows)]
+        choices = choose(logits[:, : self._vocabulary], [request.sampler for request in requests])
+        trace = _on_host(found.trace)
+        columns = [_column(trace, row, length) for row, length in zip(rows, lengths, strict=True)]
+        for request, length in zip(requests, lengths, strict=True):
+            request.cached += length
+        return list(zip(requests, choices, columns, strict=True))
+
+    def _thresholds(self, slots: Sequence[int]) -> Tensor | None:
+        """`[routed site, slots, 1]`, where a request has its own; those of a resting slot are the method's."""
+        requests = [self._slots[slot] for slot in slots]
+        if all(request is None or request.thresholds is None for request in requests):
+            return None
+        own = self.model.method.live_thresholds()
+        assert own is not None
+        columns = [own if request is None or request.thresholds is None else request.thresholds for request in requests]
+        return torch.stack(columns, 1)[..., None]
+
+    def _take(self, request: Request, choice: Choice, trace: DepthTrace, seconds: float) -> None:
+        request.ids.append(choice.token)
+        full = request.cached == self.cache.capacity and not request.rolls
+        text, reason = "", None
+        if choice.token in request.stop_ids:
+            reason = "stop"
+        else:
+            text = request.shown.add(choice.token)
+            if request.shown.stopped:
+                reason = "stop"
+            elif len(request.tokens) + 1 == request.max_tokens or full:
+                reason = "length"
+        if reason is not None:
+            text += request.shown.end()
+        request.tokens.append(Token(choice, text, trace, seconds))
+        if reason is not None:
+            self._end(request, reason)
+
+    def _end(self, request: Request, reason: Reason) -> None:
+        request.reason = reason
+        if request in self._slots:
+            slot = self._slots.index(request)
+            self._slots[slot] = None
+            self.cache.free([slot])
+        elif request in self._waiting:
+            self._waiting.remove(request)
+
+    def _at(self, slot: int) -> Request:
+        request = self._slots[slot]
+        assert request is not None
+        return request
+
+
+def _on_host(trace: DepthTrace) -> DepthTrace:
+    fewer = None if trace.fewer_keys is None else trace.fewer_keys.cpu().numpy()
+    return replace(trace, work=trace.work.float().cpu().numpy(), fewer_keys=fewer)
+
+
+def _column(trace: DepthTrace, row: int, length: int) -> DepthTrace:
+    """The trace of one sequence, without padding."""
+    fewer = None if trace.fewer_keys is None else trace.fewer_keys[row : row + 1]
+    return replace(trace, work=trace.work[:, row : row + 1, :length], valid=None, fewer_keys=fewer)

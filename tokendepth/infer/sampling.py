@@ -1,0 +1,183 @@
+"""Which token comes next, of a model's logits and of what a request asks for.
+
+In this order: repetition penalty, presence and frequency penalty, bias; then the likeliest token (temperature 0), or
+temperature, top-k, top-p and min-p, and a draw from what is left. Every request draws with dice of its own, one number
+for each token, so that what it writes does not depend on what else is in the batch.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tokendepth.checks import check, check_range
+from tokendepth.config import LARGEST_SEED
+from tokendepth.errors import UserError
+
+LOWEST_TEMPERATURE = 0.001
+"""Logits are divided by it, and far below they would not stay finite."""
+MOST_LOGPROBS = 20
+LARGEST_BIAS = 100
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request's tokens are chosen; where the OpenAI API has a parameter, it is named and defined as there."""
+
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_k: int = 0
+    """Only so many of the likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Only the fewest likeliest tokens that have this probability together."""
+    min_p: float = 0.0
+    """Only tokens at least this probable, as a share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that were there, prompt included, are divided by it, negative ones multiplied."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of a token that was generated before."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for every time that it was generated before."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    seed: int = 0
+    """Fixes the draws."""
+    logprobs: int | None = None
+    """Log-probabilities of the chosen token and of so many of the likeliest; None: of none.
+
+    They are the model's own, before anything above is applied to them.
+    """
+
+    def __post_init__(self) -> None:
+        if not (self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature <= 100):
+            expected = f"expected 0, or a number from {LOWEST_TEMPERATURE} to 100"
+            raise UserError(f"--temperature is {self.temperature}; {expected}")
+        check_range("top_k", self.top_k, 0)
+        check(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
+        check_range("min_p", self.min_p, 0, 1)
+        check(
+            0 < self.repetition_penalty <= 100,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a number above 0, at most 100",
+        )
+        check_range("presence_penalty", self.presence_penalty, -2, 2)
+        check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        for bias in self.logit_bias.values():
+            check_range("logit_bias", bias, -LARGEST_BIAS, LARGEST_BIAS)
+        check_range("seed", self.seed, 0, LARGEST_SEED)
+        if self.logprobs is not None:
+            check_range("logprobs", self.logprobs, 0, MOST_LOGPROBS)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One chosen token, and what the model thought of it."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens with their log-probabilities, where they were asked for."""
+
+
+class Sampler:
+    """What one request asks for, and what its next token depends on beside the logits: dice and the tokens so far."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int, device: torch.device) -> None:
+        self.sampling = sampling
+        self._dice = torch.Generator().manual_seed(sampling.seed)
+        self._seen = self._counts = self._bias = None
+        if sampling.repetition_penalty != 1:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._seen[list(prompt)] = True
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            self._counts = torch.zeros(vocab_size, device=device)
+        if sampling.logit_bias:
+            self._bias = torch.zeros(vocab_size, device=device)
+            for token, bias in sampling.logit_bias.items():
+                self._bias[token] = bias
+
+    def draw(self) -> float:
+        """The next number in [0, 1)."""
+        return float(torch.rand((), generator=self._dice, dtype=torch.float64))
+
+    def note(self, token: int) -> None:
+        """This token was generated."""
+        if self._seen is not None:
+            self._seen[token] = True
+        if self._counts is not None:
+            self._counts[token] += 1
+
+    def adjusted(self, logits: Tensor) -> Tensor:
+        """`[vocabulary]` with penalties and bias."""
+        ask = self.sampling
+        if self._seen is not None:
+            scaled = torch.where(logits > 0, logits / ask.repetition_penalty, logits * ask.repetition_penalty)
+            logits = torch.where(self._seen, scaled, logits)
+        if self._counts is not None:
+            logits = logits - ask.frequency_penalty * self._counts - ask.presence_penalty * (self._counts > 0)
+        return logits if self._bias is None else logits + self._bias
+
+
+def choose(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
+    """The next token of each row of `logits` `[n, vocabulary]`, by that row's sampler, which takes note of it."""
+    logits = logits.float()
+    asks = [sampler.sampling for sampler in samplers]
+    adjusted = torch.stack([sampler.adjusted(row) for sampler, row in zip(samplers, logits, strict=True)])
+    tokens = adjusted.argmax(-1)
+    if any(ask.temperature for ask in asks):
+        draws = [sampler.draw() if sampler.sampling.temperature else 0.0 for sampler in samplers]
+        drawn = draw(probabilities(adjusted, asks), torch.tensor(draws, dtype=torch.float64, device=logits.device))
+        tokens = torch.where(_column(logits, [ask.temperature > 0 for ask in asks])[:, 0], drawn, tokens)
+    chosen = tokens.tolist()
+    for sampler, token in zip(samplers, chosen, strict=True):
+        sampler.note(token)
+    return _with_logprobs(logits, chosen, asks)
+
+
+def probabilities(logits: Tensor, asks: Sequence[Sampling]) -> Tensor:
+    """`[n, vocabulary]`: what tokens are drawn from, after temperature, top-k, top-p and min-p."""
+    found = (logits / _column(logits, [ask.temperature or 1.0 for ask in asks])).softmax(-1)
+    size = logits.shape[-1]
+    if any(ask.top_k or ask.top_p < 1 for ask in asks):
+        ordered, index = found.sort(descending=True, stable=True)
+        most = _column(logits, [ask.top_k or size for ask in asks])
+        ordered = ordered * (torch.arange(size, device=logits.device) < most)
+        ordered = ordered / ordered.sum(-1, keepdim=True)
+        mass = _column(logits, [ask.top_p if ask.top_p < 1 else math.inf for ask in asks])
+        before = ordered.cumsum(-1) - ordered  # a token is in while those before it do not have that much
+        found = torch.zeros_like(found).scatter(1, index, ordered * (before < mass))
+    if any(ask.min_p for ask in asks):
+        least = _column(logits, [ask.min_p for ask in asks]) * found.amax(-1, keepdim=True)
+        found = found * (found >= least)
+    return found / found.sum(-1, keepdim=True)
+
+
+def draw(probability: Tensor, numbers: Tensor) -> Tensor:
+    """`[n]`: the token at which the sum of `probability` `[n, vocabulary]` passes each of `numbers`, in [0, 1)."""
+    sums = probability.double().cumsum(-1)
+    total = sums[:, -1:].contiguous()
+    found = torch.searchsorted(sums, numbers[:, None] * total, right=True)
+    last = torch.searchsorted(sums, total)  # rounding must not reach tokens beyond the last that has a probability
+    return torch.minimum(found, last)[:, 0]
+
+
+def _with_logprobs(logits: Tensor, chosen: list[int], asks: Sequence[Sampling]) -> list[Choice]:
+    if all(ask.logprobs is None for ask in asks):
+        return [Choice(token) for token in chosen]
+    logprobs = logits.log_softmax(-1)
+    most = min(logits.shape[-1], max(ask.logprobs or 0 for ask in asks))
+    values, tokens = (part.tolist() for part in logprobs.topk(most))
+    own = logprobs.gather(1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0].tolist()
+    choices = []
+    for row, (token, ask) in enumerate(zip(chosen, asks, strict=True)):
+        likeliest = tuple(zip(tokens[row], values[row], strict=True))[: ask.logprobs or 0]
+        choices.append(Choice(token) if ask.logprobs is None else Choice(token, own[row], likeliest))
+    return choices
+
+
+def _column(like: Tensor, values: Sequence[float]) -> Tensor:
+    """`[n, 1]`: one number for each row."""
+    return torch.tensor(values, device=like.device)[:, None]

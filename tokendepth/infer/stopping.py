@@ -1,0 +1,44 @@
+"""The text of a generation as it may be shown: up to a stop string, and never a part of one."""
+
+from collections.abc import Sequence
+
+from tokendepth.data import TextStream, Tokenizer
+from tokendepth.errors import UserError
+
+
+class ShownText:
+    """Tokens to text as they come. What may be the beginning of a stop string waits until it is none.
+
+    Of several stop strings the one that is complete first ends the text; of those that end together, the longest.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        if any(not string for string in stop):
+            raise UserError("a stop string is empty; leave it out, or give at least one character")
+        self._stream, self._stop, self._waiting = TextStream(tokenizer), tuple(stop), ""
+        self._longest = max(map(len, stop), default=0)
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """What can be shown since the token before."""
+        return self._shown(self._stream.add(token))
+
+    def end(self) -> str:
+        """What still waits, where no stop string ended the text."""
+        if self.stopped:
+            return ""
+        last = self._shown(self._stream.end())
+        return last if self.stopped else last + self._waiting
+
+    def _shown(self, new: str) -> str:
+        text = self._waiting + new
+        found = [(at + len(string), at) for string in self._stop if (at := text.find(string)) >= 0]
+        if found:
+            self.stopped, self._waiting = True, ""
+            return text[: min(found)[1]]
+        waiting = next((n for n in range(min(self._longest - 1, len(text)), 0, -1) if self._may_stop(text[-n:])), 0)
+        self._waiting = text[len(text) - waiting :]
+        return text[: len(text) - waiting]
+
+    def _may_stop(self, tail: str) -> bool:
+        return any(string.startswith(tail) for string in self._stop)

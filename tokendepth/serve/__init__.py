@@ -1,0 +1,1 @@
+"""A trained run behind an HTTP server that speaks the OpenAI API."""

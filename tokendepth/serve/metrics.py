@@ -1,0 +1,62 @@
+"""What the server did so far, as Prometheus reads it."""
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from tokendepth.infer.engine import Token
+
+
+class Metrics:
+    def __init__(self, slots: int) -> None:
+        self.slots, self.running, self.waiting = slots, 0, 0
+        self.started = time.time()
+        self._lock = threading.Lock()
+        self._answers: Counter[tuple[str, int]] = Counter()
+        self._totals: defaultdict[str, float] = defaultdict(float)
+
+    def count_answer(self, endpoint: str, status: int) -> None:
+        with self._lock:
+            self._answers[endpoint, status] += 1
+
+    def count_dropped(self) -> None:
+        with self._lock:
+            self._totals["dropped"] += 1
+
+    def count_step(self, tokens: Sequence[Token]) -> None:
+        """One step of the engine and the tokens that it wrote."""
+        depth = [token.trace.totals() for token in tokens]
+        with self._lock:
+            self._totals["steps"] += 1
+            self._totals["step_seconds"] += max((token.seconds for token in tokens), default=0.0)
+            self._totals["generated"] += len(tokens)
+            self._totals["computed"] += sum(totals.tokens for totals in depth)
+            self._totals["flops"] += sum(totals.flops for totals in depth)
+            self._totals["flops_dense"] += sum(totals.flops_dense for totals in depth)
+
+    def text(self) -> str:
+        with self._lock:
+            answers, totals = sorted(self._answers.items()), self._totals.copy()
+        lines = ["# HELP tokendepth_answers_total Answers by address and status."]
+        lines.append("# TYPE tokendepth_answers_total counter")
+        lines += [f'tokendepth_answers_total{{endpoint="{e}",status="{s}"}} {n}' for (e, s), n in answers]
+        for name, kind, words, value in (
+            ("slots", "gauge", "Requests that can run at once.", self.slots),
+            ("running", "gauge", "Requests that run.", self.running),
+            ("waiting", "gauge", "Requests that wait for a slot.", self.waiting),
+            ("dropped_total", "counter", "Requests whose client went away.", totals["dropped"]),
+            ("steps_total", "counter", "Steps of the engine.", totals["steps"]),
+            ("step_seconds_total", "counter", "Seconds that the steps took.", totals["step_seconds"]),
+            ("generated_tokens_total", "counter", "Tokens written.", totals["generated"]),
+            ("computed_tokens_total", "counter", "Positions computed, prompts included.", totals["computed"]),
+            ("flops_total", "counter", "FLOPs executed, routers included.", totals["flops"]),
+            ("flops_dense_total", "counter", "FLOPs of the same with nothing skipped.", totals["flops_dense"]),
+            ("start_time_seconds", "gauge", "When the server started, since 1970.", self.started),
+        ):
+            lines += [
+                f"# HELP tokendepth_{name} {words}",
+                f"# TYPE tokendepth_{name} {kind}",
+                f"tokendepth_{name} {value}",
+            ]
+        return "\n".join(lines) + "\n"

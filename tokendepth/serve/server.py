@@ -1,0 +1,63 @@
+"""Start the server of a run, on an address that is free, and stop it when a signal asks for that."""
+
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from tokendepth.errors import UserError
+from tokendepth.progress import Progress
+from tokendepth.runs.run import Run
+from tokendepth.serve.app import create_app
+from tokendepth.serve.service import Limits, Service
+
+GRACE_SECONDS = 30
+"""After SIGTERM or Ctrl-C: so long what is in flight may go on; nothing new is taken."""
+
+
+def serve(
+    run: Path, *, host: str, port: int, limits: Limits, device: str, name: str | None, api_key: str | None
+) -> None:
+    with _listening(host, port) as listener:  # before the model is loaded, which takes longer
+        with Progress(f"loading {run}"):
+            service = Service.of(Run.open(run), device, limits, name)
+        address, port = listener.getsockname()[:2]
+        if not address.startswith("127.") and address != "::1" and api_key is None:
+            print("tokendepth: others can reach this address; set TOKENDEPTH_API_KEY to ask for a key", file=sys.stderr)
+        shown = f"[{address}]" if ":" in address else address
+        print(f"serving {service.name} at http://{shown}:{port}/v1; Ctrl-C ends it", flush=True)
+        server(service, api_key).run(sockets=[listener])
+
+
+def server(service: Service, api_key: str | None = None) -> uvicorn.Server:
+    """Nothing of a request is logged; connections that are not used are closed."""
+    config = uvicorn.Config(
+        create_app(service, api_key),
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    return uvicorn.Server(config)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 2**16:
+        raise UserError(f"--port is {port}; expected a number from 0 to 65535; 0 takes a free one")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError):
+        raise UserError(f"--host is {host!r}; expected a name or an address of this machine") from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)  # refuses too where another one listens
+    except OSError as error:
+        listener.close()
+        cause = (error.strerror or "").lower()
+        raise UserError(f"port {port} of {host} cannot be taken ({cause}); choose another with --port") from None
+    return listener

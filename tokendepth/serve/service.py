@@ -1,0 +1,125 @@
+"""One run that is served: its engine, its name, the budgets that a request may name, and the limits."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokendepth.config import LARGEST_SEED
+from tokendepth.errors import UserError
+from tokendepth.infer.engine import Engine, Request
+from tokendepth.infer.generate import tokenizer_of
+from tokendepth.measure import calibrate
+from tokendepth.measure.evaluate import load_model
+from tokendepth.methods import dial_of
+from tokendepth.runs.machine import choose_device
+from tokendepth.runs.run import Run
+from tokendepth.serve.asked import Asked
+from tokendepth.serve.chat import prompt_ids
+from tokendepth.serve.errors import Refusal
+from tokendepth.serve.metrics import Metrics
+from tokendepth.serve.worker import Worker
+
+DEFAULT_TOKENS = 16
+"""Of completions, in the API."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server takes on; beyond it a request is refused."""
+
+    slots: int = 8
+    """Requests that run at once."""
+    queue: int = 16
+    """Requests that wait for a slot."""
+    tokens: int = 4096
+    """Tokens that one request may ask for."""
+    seconds: float = 120.0
+    """After which a request ends, as if it had asked for no more tokens."""
+    body: int = 2**20
+    """Bytes of a request."""
+
+
+class Service:
+    def __init__(
+        self, engine: Engine, name: str, limits: Limits, budgets: dict[float, list[float] | None] | None = None
+    ) -> None:
+        """budgets: by each that a request may name its thresholds, none for the model's own."""
+        self.engine, self.name, self.limits, self.budgets = engine, name, limits, budgets or {}
+        self.metrics = Metrics(limits.slots)
+        self.worker = Worker(engine, queue=limits.queue, seconds=limits.seconds, metrics=self.metrics)
+        self.sites = [site.name for site in engine.model.method.sites(keys=1)]
+
+    @classmethod
+    def of(cls, run: Run, device: str, limits: Limits, name: str | None = None) -> "Service":
+        tokenizer, model = tokenizer_of(run), load_model(run, choose_device(device))
+        return cls(Engine(model, tokenizer, slots=limits.slots), name or _name(run.path), limits, _budgets(run))
+
+    def prepared(self, asked: Asked) -> list[Request]:
+        """The requests to the engine, one for each choice of each prompt; a Refusal where they do not fit the model."""
+        most, texts = self.limits.slots + self.limits.queue, max(1, len(asked.prompts)) * asked.choices
+        if texts > most:
+            raise Refusal(400, f"{texts} texts are asked for at once; expected {most} at most", param="n")
+        thresholds = self._thresholds(asked.budget)
+        try:
+            return [
+                self.engine.prepare(
+                    prompt,
+                    replace(asked.sampling, seed=(asked.sampling.seed + number) % (LARGEST_SEED + 1)),
+                    max_tokens=self._most(len(prompt), asked),
+                    stop=asked.stop,
+                    thresholds=thresholds,
+                )
+                for prompt in self._prompts(asked)
+                for number in range(asked.choices)
+            ]
+        except UserError as error:
+            raise Refusal(400, str(error), param=_source(asked)) from None
+
+    def _prompts(self, asked: Asked) -> list[list[int]]:
+        tokenizer = self.engine.tokenizer
+        if asked.messages:
+            return [prompt_ids(tokenizer, asked.messages)]
+        return [tokenizer.encode_prompt(text) if isinstance(text, str) else list(text) for text in asked.prompts]
+
+    def _most(self, prompt: int, asked: Asked) -> int:
+        """Tokens that a request gets after a prompt of so many."""
+        context, limit, tokens = self.engine.model.config.context, self.limits.tokens, asked.max_tokens
+        room = context - prompt
+        if room < 1:
+            message = f"the prompt has {prompt} tokens; expected fewer than this model's context of {context}"
+            raise Refusal(400, message, param=_source(asked), code="context_length_exceeded")
+        if tokens is None:
+            return min(room, limit, limit if asked.messages else DEFAULT_TOKENS)
+        if tokens > limit:
+            raise Refusal(400, f"max_tokens is {tokens}; expected {limit} at most on this server", param="max_tokens")
+        if tokens > room:
+            message = f"max_tokens is {tokens}, but the context of {context} has room for {room} after the prompt"
+            raise Refusal(400, message, param="max_tokens", code="context_length_exceeded")
+        return tokens
+
+    def _thresholds(self, budget: float | None) -> list[float] | None:
+        if budget is None:
+            return None
+        if not self.budgets:
+            raise Refusal(400, "budget was given, but this model has no dial to set; leave it out", param="budget")
+        if budget not in self.budgets:
+            there = ", ".join(f"{each:g}" for each in sorted(self.budgets))
+            message = f"budget is {budget:g}; expected one of {there}; more are made by tokendepth calibrate"
+            raise Refusal(400, message, param="budget")
+        return self.budgets[budget]
+
+
+def _source(asked: Asked) -> str:
+    return "messages" if asked.messages else "prompt"
+
+
+def _name(path: Path) -> str:
+    return path.resolve().name or "model"
+
+
+def _budgets(run: Run) -> dict[float, list[float] | None]:
+    """The run's own, and those that `tokendepth calibrate` has kept thresholds for; none without such a dial."""
+    dial = dial_of(run.config)
+    if dial is None or not dial.calibrated:
+        return {}
+    kept = {float(budget): values for budget, values in calibrate.kept_thresholds(run).items()}
+    return {**kept, dial.own: None}

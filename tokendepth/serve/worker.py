@@ -1,0 +1,150 @@
+"""The thread that owns the engine: jobs come in over a bounded queue, tokens go out to whoever waits for them."""
+
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from tokendepth.infer.engine import Engine, Request, Token
+from tokendepth.serve.metrics import Metrics
+
+End = Literal["stop", "length", "late", "failed"]
+"""`late`: its time was up before anything was written; `failed`: by a fault of ours."""
+Listener = Callable[["Job", Token | None, End | None], None]
+"""Told, from the worker's thread, of every token and of the end."""
+
+
+class Busy(Exception):
+    """The queue is full."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way through the engine."""
+
+    request: Request
+    tell: Listener
+    deadline: float
+
+
+class Worker:
+    def __init__(self, engine: Engine, *, queue: int, seconds: float, metrics: Metrics) -> None:
+        """Beside those that run, `queue` jobs may wait. After `seconds` a job ends, whatever it has come to."""
+        self.engine, self.seconds, self.metrics = engine, seconds, metrics
+        self._room = len(engine.cache.lengths) + queue
+        self._changed = threading.Condition()
+        self._arrived: deque[Job] = deque()
+        self._dropped: deque[Job] = deque()
+        self._jobs: dict[Request, Job] = {}
+        self._open = 0
+        """Jobs that were accepted and have not ended."""
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # -- from any thread
+
+    def submit(self, requests: list[Request], tell: Listener) -> list[Job]:
+        """Accept all of them, or raise Busy."""
+        deadline = time.monotonic() + self.seconds
+        jobs = [Job(request, tell, deadline) for request in requests]
+        with self._changed:
+            if self._stopping or self._open + len(jobs) > self._room:
+                raise Busy
+            self._open += len(jobs)
+            self._arrived.extend(jobs)
+            self._changed.notify()
+        return jobs
+
+    def cancel(self, jobs: list[Job]) -> None:
+        """Nobody waits for them any more; those that have ended already are none of its business."""
+        with self._changed:
+            self._dropped.extend(jobs)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Take no more jobs, drop those there are, and end the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def open(self) -> int:
+        return self._open
+
+    # -- its own thread
+
+    def _run(self) -> None:
+        while self._wait():
+            self._take_in()
+            self._end_late_ones()
+            if not self.engine.idle:
+                self._step()
+            self.metrics.running, self.metrics.waiting = len(self.engine.running), self.engine.waiting
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False: the end."""
+        with self._changed:
+            while not self._stopping and not self._arrived and not self._dropped and self.engine.idle:
+                self._changed.wait()
+            return not self._stopping
+
+    def _take_in(self) -> None:
+        with self._changed:
+            arrived, dropped = list(self._arrived), list(self._dropped)
+            self._arrived.clear()
+            self._dropped.clear()
+        for job in arrived:
+            self._jobs[job.request] = job
+            self.engine.enqueue(job.request)
+        for job in dropped:
+            if job.request in self._jobs:
+                self.engine.cancel(job.request)
+                self._close(job)
+                self.metrics.count_dropped()
+
+    def _end_late_ones(self) -> None:
+        now = time.monotonic()
+        for job in [job for job in self._jobs.values() if job.deadline < now]:
+            self.engine.cancel(job.request)
+            self._close(job)
+            job.tell(job, None, "length" if job.request.tokens else "late")
+
+    def _step(self) -> None:
+        try:
+            grown = self.engine.step()
+        except Exception as error:
+            log_fault(error)
+            for job in list(self._jobs.values()):
+                self.engine.cancel(job.request)
+                self._close(job)
+                job.tell(job, None, "failed")
+            return
+        self.metrics.count_step([request.tokens[-1] for request in grown])
+        for request in grown:
+            job, reason = self._jobs[request], request.reason
+            assert reason != "cancelled"
+            if reason is not None:
+                self._close(job)
+            job.tell(job, request.tokens[-1], reason)
+
+    def _close(self, job: Job) -> None:
+        del self._jobs[job.request]
+        with self._changed:
+            self._open -= 1
+
+
+def log_fault(error: BaseException) -> None:
+    """Where it happened, without what it says: that may quote a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = " < ".join(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reversed(frames[-4:]))
+    print(f"tokendepth: {type(error).__name__} at {where}", file=sys.stderr, flush=True)
