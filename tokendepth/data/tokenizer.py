@@ -22,6 +22,10 @@ NEWLINE_PIECE = "↵"
 
 class Tokenizer(ABC):
     kind: ClassVar[str]
+    begins: tuple[int, ...] = ()
+    """Ids that every text begins with: the beginning-of-text token of some imported models."""
+    stops: tuple[int, ...] = ()
+    """Ids after which a generated text is over."""
 
     @property
     @abstractmethod
@@ -35,6 +39,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of `text`; a UserError names the first character that has none."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a text that a model is to go on with."""
+        return self.encode(text)
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str: ...
@@ -166,7 +174,13 @@ class SymbolTokenizer(Tokenizer):
         return _spell(self._spellings, ids)
 
 
-_KEYS = {"char": ["chars", "kind"], "byte": ["kind"], "symbol": ["kind"], "bpe": ["kind", "tokenizer"]}
+_KEYS = {
+    "char": ["chars", "kind"],
+    "byte": ["kind"],
+    "symbol": ["kind"],
+    "bpe": ["kind", "tokenizer"],
+    "imported": ["begins", "chat_template", "kind", "stops", "tokenizer"],
+}
 
 
 def tokenizer_from_dict(tree: object) -> Tokenizer:
@@ -180,12 +194,13 @@ def tokenizer_from_dict(tree: object) -> Tokenizer:
         raise UserError(f"a {kind} tokenizer must have the keys {_KEYS[kind]}, not {list(tree)!r:.60}; restore a copy")
     if kind == "char":
         return CharTokenizer(_checked_chars(tree["chars"]))
-    if kind == "bpe":
+    if kind in ("bpe", "imported"):
         from tokendepth.data.bpe import BPETokenizer, tokenizers_library
+        from tokendepth.data.imported import ImportedTokenizer
 
         tokenizers_library()  # if it is missing, no copy helps
         try:
-            return BPETokenizer.from_tree(tree["tokenizer"])
+            return BPETokenizer.from_tree(tree["tokenizer"]) if kind == "bpe" else ImportedTokenizer.from_dict(tree)
         except UserError as error:
             raise UserError(f"the tokenizer is damaged: {error}; restore a copy") from None
     return ByteTokenizer() if kind == "byte" else SymbolTokenizer()

@@ -9,7 +9,8 @@ import torch
 from tokendepth.cache import KVCache
 from tokendepth.checks import check_range
 from tokendepth.config import LARGEST_SEED, SYNTHETIC_CORPORA
-from tokendepth.data import TextStream, Tokenizer, tokenizer_from_dict
+from tokendepth.data import TextStream
+from tokendepth.data.of_run import tokenizer_of
 from tokendepth.errors import UserError
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import load_model
@@ -65,15 +66,6 @@ class Decoder:
         return model(torch.tensor([new], device=self.cache.keys.device), execution=self.execution, cache=self.cache)
 
 
-def tokenizer_of(run: Run) -> Tokenizer:
-    """The run's own, if it fits its model."""
-    tokenizer, expected = tokenizer_from_dict(run.tokenizer), run.config.model.vocab_size
-    if tokenizer.vocab_size != expected:
-        found = f"{run.path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, the model {expected}"
-        raise UserError(f"{found}; restore the folder from a copy")
-    return tokenizer
-
-
 def generate(
     run: Run,
     prompt: str,
@@ -86,7 +78,10 @@ def generate(
     device: str = "auto",
     budget: float | None = None,
 ) -> Iterator[str]:
-    """Yield the continuation piece by piece. Temperature 0 takes the likeliest token."""
+    """Yield the continuation piece by piece, up to `tokens` or where the model says that it ends.
+
+    Temperature 0 takes the likeliest token.
+    """
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature <= 100):
         raise UserError(f"--temperature is {temperature}; expected 0, or a number from {LOWEST_TEMPERATURE} to 100")
     check_range("tokens", tokens, 1, MOST_TOKENS)
@@ -94,7 +89,7 @@ def generate(
     if run.config.data.corpus in SYNTHETIC_CORPORA and not prompt:
         raise UserError("--prompt is empty; copy and sort continue a source such as '<bos>4a7<sep>'")
     tokenizer = tokenizer_of(run)
-    ids = tokenizer.encode(prompt) or [0]
+    ids = tokenizer.encode_prompt(prompt) or [0]
     model = load_model(run, choose_device(device))
     if budget is not None:
         calibrate.set_budget(model, run, budget, show=True)
@@ -105,12 +100,14 @@ def generate(
         for _ in range(tokens):
             start = time.perf_counter()
             out = decode(ids)
-            logits = out.logits[0, -1].float().cpu()
+            logits = out.logits[0, -1, : tokenizer.vocab_size].float().cpu()  # a model may have more: padding
             if temperature == 0:
                 ids.append(int(logits.argmax()))
             else:
                 ids.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=dice)))
             spending.depth.append(out.trace.totals())
             spending.seconds += time.perf_counter() - start
+            if ids[-1] in tokenizer.stops:
+                break
             yield text.add(ids[-1])
     yield text.end()

@@ -78,6 +78,8 @@ class Bench:
     """Of forward: sequences in a pass, with commas between them."""
     run: Path | None = None
     """Of forward: a trained run that decides for itself on its validation text, instead of random decisions."""
+    corpus: str | None = None
+    """Of --run: another text than its own, as text:PATH."""
     processes: int = 1
     """Of forward: measure in so many processes, one after the other, and keep the rows of the one in the middle."""
 
@@ -98,10 +100,11 @@ class Bench:
         fractions, batches = forward.parse_fractions(self.fractions), forward.parse_batches(self.batches)
         if self.processes > 1:
             words = ["--device", self.device, *(["--batches", self.batches] if self.batches else [])]
+            words += ["--corpus", self.corpus] if self.corpus else []
             words += ["--run", str(self.run)] if self.run else ["--fractions", ",".join(map(str, fractions))]
             rows = processes.measure(words, self.processes, self.out)
         elif self.run:
-            rows = forward.measure_run(self.run, self.device, self.out, batches)
+            rows = forward.measure_run(self.run, self.device, self.out, batches, self.corpus)
         else:
             rows = forward.measure(self.device, self.out, fractions, batches)
         for row in rows:
