@@ -10,7 +10,7 @@ import io
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ AGAIN = "download it again"
 class Weights(ABC):
     """Read one by one, each as float32."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]
     """Of all of them, by their names."""
 
     @abstractmethod
@@ -128,7 +128,7 @@ class Safetensors(Weights):
     """Of several files, whose headers alone are read at first."""
 
     def __init__(self, paths: list[Path]) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes = {}
         self._files: dict[str, Any] = {}
         for path in paths:
             try:
@@ -150,8 +150,8 @@ class Safetensors(Weights):
 
 def _pickled(path: Path) -> UserError:
     return UserError(
-        f"{path} is a pickle, which may run any code when it is read; take the model's safetensors, or convert it where "
-        "you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
+        f"{path} is a pickle, which may run any code when it is read; take the model's safetensors, or convert it "
+        "where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
     )
 
 
@@ -168,6 +168,8 @@ def _read_gguf(path: Path, show: bool) -> Checkpoint:
         progress.update(note="its tokenizer")
         auto = transformers.AutoTokenizer.from_pretrained(**where)
         tree = json.loads(auto.backend_tokenizer.to_str())
+        # transformers adds special tokens that a class of tokenizers usually has; the model does not know them.
+        tree["added_tokens"] = [one for one in tree["added_tokens"] if one["id"] < config["vocab_size"]]
     tokenizer = make_tokenizer(tree, config.get("eos_token_id"), auto.chat_template, str(path))
 
     def open_weights() -> Weights:

@@ -62,12 +62,13 @@ MISSING = {
 
 HARMLESS = {
     # where it comes from and how it was trained
-    "_from_model_config", "_model_name_or_path", "_name_or_path", "architectures", "attention_dropout", "dtype", "initializer_range",
-    "is_llama_config", "pretraining_tp", "tokenizer_class", "torch_dtype", "transformers_version",
+    "_from_model_config", "_model_name_or_path", "_name_or_path", "architectures", "attention_dropout", "dtype",
+    "initializer_range", "is_llama_config", "pretraining_tp", "tokenizer_class", "torch_dtype", "transformers_version",
     "transformers.js_config", "unsloth_fixed",
     # what a program does with its outputs
-    "bos_token_id", "chunk_size_feed_forward", "eos_token_id", "id2label", "is_decoder", "label2id", "output_attentions",
-    "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "unk_token_id", "use_cache",
+    "bos_token_id", "chunk_size_feed_forward", "eos_token_id", "id2label", "is_decoder", "label2id",
+    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "unk_token_id",
+    "use_cache",
 }  # fmt: skip
 FIXED = {
     "add_cross_attention": (False,),
@@ -96,7 +97,7 @@ class Keys:
         return found
 
     def optional(self, name: str, kind: type[Value], default: Value | None = None) -> Value | None:
-        value = self.left.pop(name, None)
+        value: Any = self.left.pop(name, None)
         if value is None:
             return default
         if kind is float and type(value) is int:
@@ -237,11 +238,10 @@ def native_weights(name: str, model: ModelConfig, take: Take) -> dict[str, Tenso
 
     def linear(new: str, old: list[str], rows: list[int], columns: int, *, bias: bool) -> dict[str, Tensor]:
         """Several projections of one state are one matrix here."""
-        found = {
-            f"{new}.weight": torch.cat([take(f"{o}.weight", (r, columns)) for o, r in zip(old, rows, strict=True)])
-        }
+        parts = list(zip(old, rows, strict=True))
+        found = {f"{new}.weight": torch.cat([take(f"{part}.weight", (n, columns)) for part, n in parts])}
         if bias:
-            found[f"{new}.bias"] = torch.cat([take(f"{o}.bias", (r,)) for o, r in zip(old, rows, strict=True)])
+            found[f"{new}.bias"] = torch.cat([take(f"{part}.bias", (n,)) for part, n in parts])
         return found
 
     weights = {"embedding.weight": take("model.embed_tokens.weight", (model.vocab_size, d))}

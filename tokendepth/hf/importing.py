@@ -1,4 +1,4 @@
-"""A model of Hugging Face as a finished run of tokendepth: dense, in modern layers, with the same logits to rounding."""
+"""A model of Hugging Face as a finished run: dense, in modern layers, with the same logits to rounding."""
 
 import os
 import re
@@ -66,9 +66,7 @@ def import_model(
 def _check_tokenizer(found: Checkpoint, shape: ModelConfig) -> None:
     tokens = found.tokenizer.vocab_size
     if tokens > shape.vocab_size:
-        raise UserError(
-            f"its tokenizer has {tokens} tokens and the model {shape.vocab_size}; expected as many or fewer"
-        )
+        raise UserError(f"its tokenizer has {tokens} tokens, more than the {shape.vocab_size} of the model")
     if len(found.tokenizer.begins) >= shape.context:
         raise UserError(f"its context is {shape.context}; expected room for more than the beginning of a text")
 
@@ -98,7 +96,8 @@ def _converted(found: Checkpoint, family: str, shape: ModelConfig, show: bool) -
 
         weights = native_weights(family, shape, take)
         if shape.tie_head and "lm_head.weight" in left:  # some checkpoints hold the embedding twice
-            if not torch.equal(take("lm_head.weight", (shape.vocab_size, shape.d_model)), weights["embedding.weight"]):
+            embedding = weights["embedding.weight"]
+            if not torch.equal(take("lm_head.weight", tuple(embedding.shape)), embedding):
                 raise UserError("its lm_head.weight is not the embedding, though tie_word_embeddings says so")
     if left:
         raise UserError(f"it has a weight that its config.json does not explain: {min(left)}")
