@@ -30,6 +30,8 @@ Batch = tuple[Tensor, Tensor]
 
 AT_ONCE, MOST_LOGITS = 2**14, 2**28
 """Tokens, and their logits: a vocabulary of 100,000 would fill a memory."""
+LONGEST = 1024
+"""Tokens of the passage that is shown, and of a sequence that is timed; imported models may read 100,000."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +323,7 @@ def _controls(
 @torch.no_grad()
 def time_forward(model: LanguageModel, config: RunConfig, ids: Tensor, *, batch: int = 8, repeats: int = 15) -> dict:
     """Milliseconds of a forward pass: router-free dense, hard and sparse, interleaved so that drift hits all alike."""
-    ids = ids[:batch]
+    ids = ids[:batch, :LONGEST]
     dense = build(replace(config, method=DenseConfig())).to(ids.device).eval()
     conditions = {
         "dense_ms": lambda: dense(ids),
@@ -337,8 +339,9 @@ def time_forward(model: LanguageModel, config: RunConfig, ids: Tensor, *, batch:
 @torch.no_grad()
 def _passage(model: LanguageModel, dataset: Dataset, split: Split, device: torch.device) -> dict[str, Any]:
     """Decisions on real text, token by token, for heat maps."""
-    ids = torch.tensor(dataset.passage(split, model.config.context), device=device)[None]
-    soft, hard = (model(ids, execution=e) for e in ("soft", "hard"))
+    ids = torch.tensor(dataset.passage(split, min(model.config.context, LONGEST)), device=device)[None]
+    hard = model(ids, execution="hard")
+    soft = model(ids, execution="soft") if model.method.has_soft else hard
     nats = F.cross_entropy(soft.logits[0, :-1].float(), ids[0, 1:], reduction="none").tolist()
     routed = [n for n, site in enumerate(soft.trace.sites) if site.routed]
     return {
