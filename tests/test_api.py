@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tokendepth as td
+from tests.hf.models import write_llama
 from tests.tiny import TEXT
 
 FIRST = ["recipe", "train"]  # the others use the run that these make
@@ -22,6 +23,7 @@ NAMES = FIRST + [name for name in td.__all__ if name not in FIRST]
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("api")
     (folder / "corpus.txt").write_text(TEXT * 4 + "def depth(token): one text, another\n", encoding="utf-8")
+    write_llama(folder / "models" / "llama")
     return folder
 
 

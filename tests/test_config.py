@@ -511,7 +511,7 @@ BAD_TEXT = [
     ("method.skip", "all"),
     ("method.threshold", "1e400"),
     ("data.source_length", "ten"),
-    ("data.corpus", "none"),
+    ("data.corpus", "nothing"),
     ("data.corpus", "text:"),
 ]
 

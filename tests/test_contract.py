@@ -68,7 +68,7 @@ MODEL = ModelConfig(
 MODERN = ModelConfig(
     d_model=32, n_layer=3, n_head=4, d_ff=48, context=TIME, dropout=0.1, vocab_size=VOCABULARY,
     norm="rms", norm_eps=1e-6, positions="rotary", rope_base=500.0, n_kv_head=2, attention_bias="qkv", qk_norm=True,
-    ffn="swiglu", ffn_bias=False, tie_head=False,
+    ffn="swiglu", ffn_bias=False, tie_head=False, embedding_scale=2.0,
 )  # fmt: skip
 
 CASES: dict[str, MethodConfig] = {name: METHOD_CONFIGS[name]() for name in METHODS if name in METHOD_CONFIGS}

@@ -313,6 +313,17 @@ def test_a_head_of_its_own_is_not_the_embedding():
     assert not torch.equal(own(ids).logits, 2 * before)
 
 
+def test_embeddings_are_scaled_on_their_way_in_alone():
+    """Like larger embeddings beside a head of the old ones."""
+    tied, apart = model(embedding_scale=3.0), model(tie_head=False)
+    weights = {**tied.state_dict(), "head.weight": tied.embedding.weight}
+    apart.load_state_dict({**weights, "embedding.weight": 3 * tied.embedding.weight})
+    ids = tokens(2, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(tied(ids).logits, apart(ids).logits)
+        assert not torch.allclose(tied(ids).logits, model()(ids).logits)
+
+
 def test_rotary_positions_tell_places_apart():
     """Two tokens change places before a third one: a block that turns nothing sees the same two."""
     rotary = model(DenseConfig(), positions="rotary", n_layer=1)

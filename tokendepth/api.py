@@ -7,6 +7,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 from tokendepth import data, methods
 from tokendepth.config import RunConfig
 from tokendepth.data.dataset import Split
+from tokendepth.hf import importing
 from tokendepth.infer import generate as generating
 from tokendepth.infer.compile import compiled
 from tokendepth.infer.generate import Generation
@@ -47,6 +48,22 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: boo
     return loop.train(config, out, resume=resume, show=show)
 
 
+def import_model(model: str | Path, out: str | Path, *, corpus: str | None = None, context: int | None = None) -> Run:
+    """A model of Hugging Face as a finished run in the new folder `out`: same logits as transformers, to rounding.
+
+    `model` is a folder with config.json, safetensors and tokenizer.json, or a GGUF file (which needs the extra `hf`) of
+    a Llama, Mistral, Qwen2, Qwen3 or Gemma model. `corpus`, such as text:PATH, is what `evaluate` measures it on unless
+    told otherwise; `context` a shorter one than the model's.
+
+    >>> run = td.import_model("models/llama", "runs/llama")
+    >>> run.config.model.norm, run.config.model.positions
+    ('rms', 'rotary')
+    >>> td.evaluate(run, corpus="text:corpus.txt", timing=False)["flops_skipped"]
+    0.0
+    """
+    return importing.import_model(model, out, corpus=corpus, context=context)
+
+
 def load(run: Run | str | Path, *, device: str = "auto", budget: float | None = None) -> TextModel:
     """Load the trained model of a run folder, ready to be called on text or on ids.
 
@@ -69,12 +86,13 @@ def evaluate(
     budget: float | None = None,
     curve: bool = False,
     tokens: int | None = None,
+    corpus: str | None = None,
 ) -> dict[str, Any]:
     """Measure a finished run over a whole split: soft, hard and sparse, FLOPs, controls, time on this machine.
 
     `curve` also executes the model at every budget or threshold that it supports; `tokens` takes the beginning of the
-    split only. Results of the whole validation split at the run's own budget are saved in the run folder, where
-    `tokendepth report` finds them.
+    split only; `corpus` is another text than the run's own, which an imported model needs. Results of the whole
+    validation split of its own text at its own budget are saved in the folder, where `tokendepth report` finds them.
 
     >>> figures = td.evaluate("runs/tsa", timing=False)
     >>> sorted(figures["sparse"])[:2]
@@ -84,9 +102,9 @@ def evaluate(
     """
     opened = Run.open(_path(run))
     found = evaluating.evaluate(
-        opened, split=split, device=device, timing=timing, budget=budget, curve=curve, tokens=tokens
+        opened, split=split, device=device, timing=timing, budget=budget, curve=curve, tokens=tokens, corpus=corpus
     )
-    if split == "val" and budget is None and tokens is None:
+    if evaluating.keeps(opened, split, budget, tokens, corpus):
         opened.write_evaluation(found)
     return found
 

@@ -36,6 +36,8 @@ FORMAT_VERSION = 2
 CORPORA = ("stdlib", "shakespeare", "enwik8", "copy", "sort")
 SYNTHETIC_CORPORA = ("copy", "sort")
 DEFAULT_SOURCE_LENGTH = 20
+NO_CORPUS = "none"
+OWN_TOKENS = "own"
 TOKENS = ("char", "byte", "bpe:N", "tokenizer:PATH")
 SMALLEST_BPE = 256  # the alphabet: one token for each byte
 LARGEST_BPE = 1_000_000
@@ -45,9 +47,10 @@ LARGEST_SEED = 2**31 - 1
 @dataclass(frozen=True)
 class DataConfig:
     corpus: str = "stdlib"
-    """stdlib, shakespeare, enwik8, text:PATH (any UTF-8 file of yours), copy or sort."""
+    """stdlib, shakespeare, enwik8, text:PATH (any UTF-8 file of yours), copy or sort; none: of an imported model."""
     tokens: str = "char"
-    """What one token is: char, byte (of any file), bpe:N (trained on the corpus) or tokenizer:PATH (tokenizer.json)."""
+    """What one token is: char, byte (of any file), bpe:N (trained on the corpus), tokenizer:PATH (tokenizer.json) or
+    own (that of the run folder, of an imported model)."""
     source_length: int | None = None
     """Length of the source sequence; copy and sort only (there 20 unless set)."""
 
@@ -57,7 +60,7 @@ class DataConfig:
             raise UserError(
                 "data.corpus is 'text:'; expected a path after the colon; set it with --data.corpus text:PATH"
             )
-        if not self.corpus.startswith("text:") and self.corpus not in CORPORA:
+        if not self.corpus.startswith("text:") and self.corpus not in (*CORPORA, NO_CORPUS):
             hint = did_you_mean(self.corpus, (*CORPORA, "text:PATH"))
             if any(sign in self.corpus for sign in "/\\."):
                 hint = f"name your own file as 'text:{self.corpus}'"
@@ -70,7 +73,7 @@ class DataConfig:
 
     def _check_tokens(self) -> None:
         kind, colon, value = self.tokens.partition(":")
-        if self.tokens not in ("char", "byte") and not (colon and kind in ("bpe", "tokenizer")):
+        if self.tokens not in ("char", "byte", OWN_TOKENS) and not (colon and kind in ("bpe", "tokenizer")):
             hint = did_you_mean(self.tokens, TOKENS)
             if self.tokens.endswith(".json"):
                 hint = f"name your own tokenizer as 'tokenizer:{printable(self.tokens)}'"
@@ -95,7 +98,7 @@ class DataConfig:
 
     @property
     def token_kind(self) -> str:
-        """char, byte, bpe or tokenizer."""
+        """char, byte, bpe, tokenizer or own."""
         return self.tokens.partition(":")[0]
 
     @property
@@ -153,6 +156,8 @@ class ModelConfig:
     """Whether its linear layers have a bias."""
     tie_head: bool = True
     """Whether the output head is the token embedding, or a matrix of its own."""
+    embedding_scale: float = 1.0
+    """What embeddings are multiplied by on their way in (not those of a tied head)."""
 
     def __post_init__(self) -> None:
         check_types(self, "model")
@@ -170,6 +175,7 @@ class ModelConfig:
         divides = 0 <= self.n_kv_head <= self.n_head and self.n_head % (self.n_kv_head or 1) == 0
         expected = f"0, or a divisor of model.n_head ({self.n_head})"
         check(divides, "model.n_kv_head", self.n_kv_head, expected)
+        check_range("model.embedding_scale", self.embedding_scale, 1e-6, 1e6)
         check(0 < self.norm_eps < 1, "model.norm_eps", self.norm_eps, "a number above 0 and below 1")
         self._check_positions()
 

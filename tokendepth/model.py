@@ -207,7 +207,10 @@ class LanguageModel(nn.Module):
         return Output(logits, replace(found.trace, outside=self.head_flops, valid=valid), found.losses)
 
     def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self.dropout(self.positions.added_to(self.embedding(ids), positions))
+        tokens = self.embedding(ids)
+        if self.config.embedding_scale != 1.0:
+            tokens = tokens * self.config.embedding_scale
+        return self.dropout(self.positions.added_to(tokens, positions))
 
     def readout(self, hidden: Tensor) -> Tensor:
         return F.linear(self.norm(hidden), self.embedding.weight if self.head is None else self.head.weight)

@@ -52,6 +52,7 @@ REFUSED = {
     "another scaling": ({**ROTARY, "rope_scaling": "ntk"}, "expected one of none, linear, llama3, yarn"),
     "another network": ({"ffn": "relu"}, "model.ffn is 'relu'; expected one of gelu, swiglu, geglu"),
     "another bias": ({"attention_bias": "q"}, "model.attention_bias is 'q'; expected one of none, qkv, all"),
+    "no embedding": ({"embedding_scale": 0.0}, "model.embedding_scale is 0.0; expected a number from 1e-06 to 1e+06"),
     "a number for a flag": ({"qk_norm": 1}, "model.qk_norm is 1; expected true or false"),
 }
 
@@ -63,6 +64,7 @@ TAKEN = {
     "linear": {**ROTARY, "rope_scaling": "linear", "rope_factor": 4.0},
     "llama3": {**LLAMA3, "rope_factor": 8.0},
     "yarn": {**YARN, "rope_factor": 8.0, "rope_low": 2.0, "rope_high": 16.0},
+    "scaled embeddings": {"embedding_scale": 2.5},
     "modern": {**ROTARY, "norm": "rms", "n_kv_head": 2, "ffn": "swiglu", "ffn_bias": False, "qk_norm": True},
 }
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tokendepth import data
 from tokendepth.data import CharTokenizer, TextDataset
+from tokendepth.data.of_run import dataset_of
 from tokendepth.errors import UserError
 from tokendepth.measure.evaluate import batches, load_model
 from tokendepth.runs.machine import choose_device, environment
@@ -35,8 +35,7 @@ ORDER = (*CLASSES, *POSITIONS, *FREQUENCIES, *QUARTERS)
 
 def measure(run: Run, *, device: str = "auto", tokens: int = TOKENS) -> dict[str, Any]:
     """Depth by group, its correlation with surprisal, and how much of it depends on the layer alone; soft and hard."""
-    where, dataset = choose_device(device), data.load(run.config.data)
-    run.check_corpus(dataset.fingerprint)
+    where, dataset = choose_device(device), dataset_of(run)
     if not isinstance(dataset, TextDataset) or not isinstance(dataset.tokenizer, CharTokenizer):
         raise UserError(f"{run.path} was not trained on characters of a text; token types are known for those only")
     model = load_model(run, where)

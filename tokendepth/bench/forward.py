@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokendepth import data
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig, method_name
 from tokendepth.context import Rows
 from tokendepth.data import Dataset
 from tokendepth.data.dataset import Split
+from tokendepth.data.of_run import dataset_of
 from tokendepth.errors import UserError
 from tokendepth.infer import auto
 from tokendepth.infer.compile import compiled
@@ -124,18 +124,21 @@ def measure(
 
 
 def measure_run(
-    path: Path, device_name: str, results: Path, batches_asked: tuple[int, ...] | None = None
+    path: Path,
+    device_name: str,
+    results: Path,
+    batches_asked: tuple[int, ...] | None = None,
+    corpus: str | None = None,
 ) -> Iterator[Row]:
     """Rows of a trained run whose own routers decide, on its validation text, with its evaluated loss beside them.
 
-    A run with a dial is executed at several budgets.
+    A run with a dial is executed at several budgets. `corpus` is another text than the run's own.
     """
     run, device = Run.open(path), choose_device(device_name)
     if not run.evaluation:
         raise UserError(f"{path} is not evaluated; run: tokendepth evaluate {path} --curve")
     with Progress(f"reading {path} and its corpus"):
-        trained, dataset = load_model(run, device), data.load(run.config.data)
-    run.check_corpus(dataset.fingerprint)
+        dataset, trained = dataset_of(run, corpus), load_model(run, device)
     served = _as_served(copy.deepcopy(trained))
     if device.type == "cuda" and not served.can_be_captured:
         raise UserError(

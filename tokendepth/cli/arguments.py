@@ -59,7 +59,7 @@ def checked(arguments: list[str], program: Program) -> list[str]:
     else:
         words, given = _split(rest, _switches(own))
         joined = _joined(given, own, command, ask)
-        _check_words(words, list(positional.values()), command, ask)
+        _check_words(words, positional, command, ask)
     required = [f.name for f in dataclasses.fields(program.commands[command]) if f.default is dataclasses.MISSING]
     for name in required:
         if name not in positional and flag(name) not in dict(given):
@@ -196,19 +196,22 @@ def _changes(given: Options) -> dict[str, str]:
     return changes
 
 
-def _check_words(words: list[str], hints: list[Any], command: str, ask: str) -> None:
-    """Check the bare words: none, one run, one of some names, or any number of runs, as the command takes them."""
+def _check_words(words: list[str], positional: dict[str, Any], command: str, ask: str) -> None:
+    """Check the bare words: none, one run, one of some names, any number of runs, or several paths."""
     if "" in words:
         raise UserError(f"{command} was given an empty word; this folder is named by a dot; {ask}")
-    kind = typing.get_args(hints[0])[0] if hints else None
+    kinds = [typing.get_args(hint)[0] for hint in positional.values()]
+    kind = kinds[0] if kinds else None
     for word in words if Path in (kind, *typing.get_args(kind)) else ():
-        _check_path("the run folder", word)
+        _check_path("the run folder" if len(kinds) == 1 else "a path", word)
     if typing.get_origin(kind) is tuple:
         return
     names = typing.get_args(kind)
     expected = "options only" if kind is None else f"one of {', '.join(names)}" if names else _one(kind)
+    if len(kinds) > 1:
+        expected = " ".join(name.upper() for name in positional)
     given = " ".join(words)
-    if len(words) != len(hints) or (names and given not in names):
+    if len(words) != len(kinds) or (names and given not in names):
         found = f"was given {given!r}" if given else "was given no words"
         raise UserError(f"{command} {found}; expected {expected}; {ask}")
 

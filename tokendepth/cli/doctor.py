@@ -21,6 +21,7 @@ EXTRAS = {
     "data": ("tokenizers",),
     "cluster": ("ray",),
     "serve": ("fastapi", "uvicorn", "jinja2"),
+    "hf": ("transformers", "accelerate", "gguf", "peft"),
     "tensorboard": ("tensorboard",),
     "kernels": ("triton",),
 }

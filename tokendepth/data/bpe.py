@@ -108,6 +108,10 @@ class BPETokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._encode_all([text])[0]
 
+    def with_special_tokens(self, text: str) -> list[int]:
+        """And whatever else the file says that a text is given, such as a token for its beginning."""
+        return self._library.encode(text, add_special_tokens=True).ids
+
     def encode_pieces(self, pieces: Iterable[str]) -> Iterator[tuple[np.ndarray, int]]:
         """Encode a long text that comes in pieces: arrays of ids, each with the number of bytes that it stands for."""
         before = ""

@@ -20,6 +20,7 @@ import numpy as np
 from tokendepth.data.bpe import TRAINING_BYTES, BPETokenizer, train_bpe
 from tokendepth.data.source import Source, cut, reading, texts
 from tokendepth.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from tokendepth.errors import UserError
 
 SLOW_BAR_FROM = 2_000_000  # bytes; BPE takes about a second for them
 
@@ -58,7 +59,10 @@ def byte_stream(source: Source, fingerprint: str, train_and_val: Ends | None = N
     return TokenStream(source.name, fingerprint, ByteTokenizer(), ids, length)
 
 
-def char_stream(source: Source, fingerprint: str, train_and_val: Ends | None = None) -> TokenStream:
+def char_stream(
+    source: Source, fingerprint: str, train_and_val: Ends | None = None, tokenizer: CharTokenizer | None = None
+) -> TokenStream:
+    """With the characters of the text, or with those of a tokenizer, which must have all of them."""
     # A table over all of Unicode finds the vocabulary in one pass, without sorting the text.
     present, length = np.zeros(0x110000, bool), 0
     with reading(source, f"reading {source.name}") as pieces:
@@ -66,7 +70,16 @@ def char_stream(source: Source, fingerprint: str, train_and_val: Ends | None = N
         for text in texts(pieces, source.name):
             present[_code_points(text)] = True
             length += len(text)
-    tokenizer = CharTokenizer("".join(map(chr, np.flatnonzero(present))))
+    if tokenizer is not None:
+        known = np.zeros_like(present)
+        known[_code_points(tokenizer.chars)] = True
+        for code in np.flatnonzero(present & ~known)[:1]:
+            raise UserError(
+                f"{source.name!r} has the character {chr(code)!r}, which is none of the run's {tokenizer.vocab_size}; "
+                "name a text in the characters that it was trained on"
+            )
+        present = known
+    tokenizer = tokenizer or CharTokenizer("".join(map(chr, np.flatnonzero(present))))
     id_of = (np.cumsum(present, dtype=np.int32) - 1).astype(tokenizer.dtype)
     ends = train_and_val or _tenths(length)
 

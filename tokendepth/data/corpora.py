@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
-from tokendepth.config import DEFAULT_SOURCE_LENGTH, DataConfig
+from tokendepth.config import DEFAULT_SOURCE_LENGTH, NO_CORPUS, OWN_TOKENS, DataConfig
 from tokendepth.data.bpe import BPETokenizer, tokenizers_library
 from tokendepth.data.build import Ends, TokenStream, bpe_stream, byte_stream, char_stream
 from tokendepth.data.dataset import Dataset
@@ -19,7 +19,7 @@ from tokendepth.data.source import Source, read_pieces
 from tokendepth.data.store import keep_tokens, load_tokens
 from tokendepth.data.synthetic import SyntheticDataset
 from tokendepth.data.text import TextDataset
-from tokendepth.data.tokenizer import ByteTokenizer, SymbolTokenizer
+from tokendepth.data.tokenizer import ByteTokenizer, CharTokenizer, SymbolTokenizer, Tokenizer
 from tokendepth.errors import UserError
 from tokendepth.runs.files import open_regular, read_bytes
 
@@ -33,24 +33,33 @@ NOT_STDLIB = {
 }  # fmt: skip
 
 
-def load(config: DataConfig) -> Dataset:
+def load(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
+    """The corpus in its own tokens, or in those of a `tokenizer` that is there already."""
+    if config.corpus == NO_CORPUS:
+        raise UserError(f"data.corpus is {NO_CORPUS!r}: there is no text; name one with --data.corpus text:PATH")
     if config.synthetic:
         return SyntheticDataset(config.corpus, config.source_length or DEFAULT_SOURCE_LENGTH)
     if published := PUBLISHED.get(config.corpus):
         # The SHA-256 is known beforehand, so a cached corpus never needs its source.
-        return _load_text(config, config.corpus, published.sha256, lambda: fetch(published), published.train_and_val)
+        ends = published.train_and_val
+        return _load_text(config, tokenizer, config.corpus, published.sha256, lambda: fetch(published), ends)
     if config.corpus == "stdlib":
         source, label = Source.of_bytes("stdlib", stdlib_text()), "stdlib"
     else:
         source, label = _text_file(config.corpus), "text"
     sha256 = source.sha256()
-    return _load_text(config, label, sha256, lambda: source.expecting(sha256))
+    return _load_text(config, tokenizer, label, sha256, lambda: source.expecting(sha256))
 
 
 def _load_text(
-    config: DataConfig, label: str, sha256: str, source: Callable[[], Source], train_and_val: Ends | None = None
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    label: str,
+    sha256: str,
+    source: Callable[[], Source],
+    train_and_val: Ends | None = None,
 ) -> TextDataset:
-    tokens, stream = _tokens(config)
+    tokens, stream = _tokens(config, tokenizer)
     # The label is part of the key: a copy of enwik8 read as text:PATH has the same SHA-256 but other splits.
     key = f"{label}-{tokens}-{sha256}"
     dataset = load_tokens(key, config.corpus)
@@ -59,17 +68,21 @@ def _load_text(
     return dataset
 
 
-def _tokens(config: DataConfig) -> tuple[str, Callable[..., TokenStream]]:
+def _tokens(config: DataConfig, tokenizer: Tokenizer | None) -> tuple[str, Callable[..., TokenStream]]:
     """A part of a file name that identifies the kind of tokens, and the function that makes them."""
     if config.tokens == "byte":
         return "byte", byte_stream
+    if isinstance(tokenizer, CharTokenizer):
+        alphabet = hashlib.sha256(tokenizer.chars.encode()).hexdigest()
+        return f"char-{alphabet}", functools.partial(char_stream, tokenizer=tokenizer)
     if config.tokens == "char":
         return "char", char_stream
     tokenizers_library()  # before anything is read
-    if config.token_kind == "bpe":
+    if tokenizer is None and config.token_kind == "bpe":
         return f"bpe-{config.bpe_size}", functools.partial(bpe_stream, bpe=config.bpe_size)
-    tokenizer, sha256 = read_tokenizer(config.tokens)
-    return f"tokenizer-{sha256}", functools.partial(bpe_stream, bpe=tokenizer)
+    own = tokenizer or read_tokenizer(config.tokens)
+    assert isinstance(own, BPETokenizer)
+    return f"tokenizer-{own.sha256}", functools.partial(bpe_stream, bpe=own)
 
 
 def vocab_size(config: DataConfig) -> int:
@@ -78,8 +91,8 @@ def vocab_size(config: DataConfig) -> int:
         return SymbolTokenizer().vocab_size
     if config.tokens == "byte":
         return ByteTokenizer().vocab_size
-    if config.token_kind == "tokenizer":
-        return read_tokenizer(config.tokens)[0].vocab_size
+    if config.token_kind in ("tokenizer", OWN_TOKENS):
+        return read_tokenizer(config.tokens).vocab_size
     if published := PUBLISHED.get(config.corpus):
         if config.tokens == "char":
             return published.char_vocabulary
@@ -145,8 +158,13 @@ def _text_file(corpus: str) -> Source:
     return Source(corpus, size, pieces)
 
 
-def read_tokenizer(tokens: str) -> tuple[BPETokenizer, str]:
-    """The tokenizer that tokenizer:PATH names, and the SHA-256 of its file."""
+def read_tokenizer(tokens: str) -> BPETokenizer:
+    """The tokenizer that tokenizer:PATH names."""
+    if tokens == OWN_TOKENS:
+        raise UserError(
+            f"data.tokens is {OWN_TOKENS!r}: only a run folder of an imported model has a tokenizer of its own; "
+            "give the path of a tokenizer.json with --data.tokens tokenizer:PATH"
+        )
     path = Path(os.path.expanduser(tokens.removeprefix("tokenizer:")))
     said, a_file = f"data.tokens is {tokens!r}", "give the path of a tokenizer.json as tokenizer:PATH"
     tokenizers_library()
@@ -156,12 +174,11 @@ def read_tokenizer(tokens: str) -> tuple[BPETokenizer, str]:
     with _file_faults(said, a_file):
         content = read_bytes(path, LARGEST_TOKENIZER)
     try:
-        tokenizer = BPETokenizer.from_tree(json.loads(content))
+        return BPETokenizer.from_tree(json.loads(content))
     except UserError as error:
         raise UserError(f"{said}: {error}; {a_file}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{said}: not JSON ({str(error)[:80]}); {a_file}") from None
-    return tokenizer, hashlib.sha256(content).hexdigest()
 
 
 def _regular_file(path: Path, said: str, remedy: str) -> int:

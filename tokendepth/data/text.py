@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokendepth.data.dataset import SPLITS, Batch, Dataset, Split
+from tokendepth.data.dataset import NO_LOSS, SPLITS, Batch, Dataset, Split
 from tokendepth.data.tokenizer import Tokenizer
 from tokendepth.errors import UserError
 
@@ -35,16 +35,29 @@ class TextDataset(Dataset):
         return self.ends[0] - context
 
     def _train_examples(self, picks: np.ndarray, context: int) -> Batch:
-        return _shifted(self.split_ids("train")[picks[:, None] + np.arange(context + 1)])
+        length = self._length(context)
+        return self._begun(self.split_ids("train")[picks[:, None] + np.arange(length + 1)])
 
     def windows(self, split: Split, context: int, batch_size: int) -> Iterator[Batch]:
-        ids = self.split_ids(split)
-        full, rest = divmod(len(ids) - 1, context)
+        ids, length = self.split_ids(split), self._length(context)
+        full, rest = divmod(len(ids) - 1, length)
         for first in range(0, full, batch_size):
-            starts = np.arange(first, min(first + batch_size, full)) * context
-            yield _shifted(ids[starts[:, None] + np.arange(context + 1)])
+            starts = np.arange(first, min(first + batch_size, full)) * length
+            yield self._begun(ids[starts[:, None] + np.arange(length + 1)])
         if rest:
-            yield _shifted(ids[None, full * context :])
+            yield self._begun(ids[None, full * length :])
+
+    def _length(self, context: int) -> int:
+        """Tokens of the text in a window, which may have to begin with others."""
+        return context - len(self.tokenizer.begins)
+
+    def _begun(self, sequences: np.ndarray) -> Batch:
+        """Each token's target is the one that follows it; what every text begins with is read, without a loss."""
+        inputs, targets = sequences[:, :-1].astype(np.int64), sequences[:, 1:].astype(np.int64)
+        if not (begins := self.tokenizer.begins):
+            return inputs, targets
+        before = np.broadcast_to(np.array(begins, np.int64), (len(inputs), len(begins)))
+        return np.hstack([before, inputs]), np.hstack([np.full_like(before, NO_LOSS), targets])
 
     def bytes_per_token(self, split: Split, tokens: int | None = None) -> float:
         ids = self.split_ids(split)
@@ -58,7 +71,8 @@ class TextDataset(Dataset):
         return np.array([len(self.tokenizer.token_bytes(token)) for token in range(self.tokenizer.vocab_size)])
 
     def passage(self, split: Split, length: int) -> np.ndarray:
-        return self.split_ids(split)[:length].astype(np.int64)
+        text = self.split_ids(split)[: self._length(length)].astype(np.int64)
+        return np.concatenate([np.array(self.tokenizer.begins, np.int64), text])
 
     def check_context(self, context: int) -> None:
         tokens, split = min((len(self.split_ids(split)), split) for split in ("train", "val"))
@@ -67,11 +81,6 @@ class TextDataset(Dataset):
                 f"model.context is {context}, longer than the corpus: the {split} split of {self.name!r} has "
                 f"{tokens} tokens; set --model.context to {tokens - 1} or less, or take a longer text"
             )
-
-
-def _shifted(sequences: np.ndarray) -> Batch:
-    """Each token's target is the one that follows it."""
-    return sequences[:, :-1].astype(np.int64), sequences[:, 1:].astype(np.int64)
 
 
 def check_length(name: str, tokens: Sequence[int]) -> None:

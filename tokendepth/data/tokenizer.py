@@ -176,7 +176,13 @@ class SymbolTokenizer(Tokenizer):
         return _spell(self._spellings, ids)
 
 
-_KEYS = {"char": ["chars", "kind"], "byte": ["kind"], "symbol": ["kind"], "bpe": ["kind", "tokenizer"]}
+_KEYS = {
+    "char": ["chars", "kind"],
+    "byte": ["kind"],
+    "symbol": ["kind"],
+    "bpe": ["kind", "tokenizer"],
+    "imported": ["begins", "chat_template", "kind", "stops", "tokenizer"],
+}
 
 
 def tokenizer_from_dict(tree: object) -> Tokenizer:
@@ -190,12 +196,13 @@ def tokenizer_from_dict(tree: object) -> Tokenizer:
         raise UserError(f"a {kind} tokenizer must have the keys {_KEYS[kind]}, not {list(tree)!r:.60}; restore a copy")
     if kind == "char":
         return CharTokenizer(_checked_chars(tree["chars"]))
-    if kind == "bpe":
+    if kind in ("bpe", "imported"):
         from tokendepth.data.bpe import BPETokenizer, tokenizers_library
+        from tokendepth.data.imported import ImportedTokenizer
 
         tokenizers_library()  # if it is missing, no copy helps
         try:
-            return BPETokenizer.from_tree(tree["tokenizer"])
+            return BPETokenizer.from_tree(tree["tokenizer"]) if kind == "bpe" else ImportedTokenizer.from_dict(tree)
         except UserError as error:
             raise UserError(f"the tokenizer is damaged: {error}; restore a copy") from None
     return ByteTokenizer() if kind == "byte" else SymbolTokenizer()

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokendepth.checks import check_range
 from tokendepth.config import SYNTHETIC_CORPORA
-from tokendepth.data import Tokenizer, tokenizer_from_dict
+from tokendepth.data.of_run import tokenizer_of
 from tokendepth.errors import UserError
 from tokendepth.infer.engine import MOST_TOKENS, Engine, Request, Token
 from tokendepth.infer.sampling import Sampling
@@ -86,15 +86,6 @@ class Generation:
     def sites(self) -> list[str]:
         """The names of the places where depth is spent, in the order of `token.depth`."""
         return [site.name for site in self._engine.model.method.sites(keys=1)]
-
-
-def tokenizer_of(run: Run) -> Tokenizer:
-    """The run's own, if it fits its model."""
-    tokenizer, expected = tokenizer_from_dict(run.tokenizer), run.config.model.vocab_size
-    if tokenizer.vocab_size != expected:
-        found = f"{run.path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, the model {expected}"
-        raise UserError(f"{found}; restore the folder from a copy")
-    return tokenizer
 
 
 def generate(

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from tokendepth.data.of_run import tokenizer_of
 from tokendepth.data.tokenizer import Tokenizer
 from tokendepth.errors import UserError
-from tokendepth.infer.generate import tokenizer_of
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.model import LanguageModel, Output
@@ -86,4 +86,4 @@ class TextModel(nn.Module):
         ids = [int(part) for part in parts if not isinstance(part, str)]
         if texts and ids:
             raise UserError("texts and ids are mixed; give a list of texts, or one list of ids")
-        return [ids] if ids else [self.tokenizer.encode(text) for text in texts]
+        return [ids] if ids else [self.tokenizer.encode_prompt(text) for text in texts]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokendepth import data
 from tokendepth.config import RunConfig, check_budget, method_name
 from tokendepth.data import Dataset
+from tokendepth.data.of_run import dataset_of
 from tokendepth.errors import UserError
 from tokendepth.methods import dial_of, outline
 from tokendepth.model import Block, LanguageModel
@@ -105,7 +105,7 @@ def set_budget(
     kept = kept_thresholds(run).get(f"{budget:g}")
     if kept is None:
         with Progress("reading the corpus", show=show):
-            dataset = dataset or data.load(run.config.data)
+            dataset = dataset or dataset_of(run)
         calibrate(model, dataset, budget, show=show)
     else:
         model.method.set_thresholds(kept)

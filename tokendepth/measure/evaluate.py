@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokendepth import data
-from tokendepth.config import DenseConfig, RunConfig, method_name
+from tokendepth.config import NO_CORPUS, DenseConfig, RunConfig, method_name
 from tokendepth.data import Dataset
 from tokendepth.data.dataset import NO_LOSS, Split
+from tokendepth.data.of_run import dataset_of
 from tokendepth.errors import UserError
 from tokendepth.measure import calibrate
 from tokendepth.measure.clock import interleaved, quartiles
@@ -28,12 +28,18 @@ from tokendepth.trace import EXECUTIONS, DepthTotals, Execution, add_up
 
 Batch = tuple[Tensor, Tensor]
 
+AT_ONCE, MOST_LOGITS = 2**14, 2**28
+"""Tokens, and their logits: a vocabulary of 100,000 would fill a memory."""
+LONGEST = 1024
+"""Tokens of the passage that is shown, and of a sequence that is timed; imported models may read 100,000."""
+
 
 @dataclass(frozen=True)
 class Measured:
     loss: float
     """Mean negative log likelihood per target, in nats."""
     accuracy: float
+    targets: int
     depth: DepthTotals
 
 
@@ -45,7 +51,8 @@ def batches(
     The whole split, or at least the first `tokens` of it.
     """
     seen = 0
-    for inputs, targets in dataset.windows(split, context, max(1, min(16384, tokens or 16384) // context)):
+    at_once = min(AT_ONCE, MOST_LOGITS // dataset.tokenizer.vocab_size, tokens or AT_ONCE)
+    for inputs, targets in dataset.windows(split, context, max(1, at_once // context)):
         yield torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
         seen += inputs.size
         if tokens and seen >= tokens:
@@ -69,7 +76,7 @@ def measure(model: LanguageModel, stream: Iterator[Batch], forward: Callable[[Te
             depth.append(out.trace.totals())
     finally:
         model.train(was_training)
-    return Measured(nats / targets_seen, hits / targets_seen, add_up(depth))
+    return Measured(nats / targets_seen, hits / targets_seen, int(targets_seen), add_up(depth))
 
 
 def load_model(run: Run, device: torch.device) -> LanguageModel:
@@ -96,15 +103,17 @@ def evaluate(
     budget: float | None = None,
     curve: bool = False,
     tokens: int | None = None,
+    corpus: str | None = None,
     show: bool = False,
 ) -> dict[str, Any]:
     """Everything `eval.json` holds. The caller writes it, so that evaluating does not change a run.
 
     `budget` executes a budget-routed run at another budget than its own; `curve` executes a run at every point of its
-    dial: budgets, or thresholds of exits. `tokens` takes only the beginning of the split. `show` prints progress.
+    dial: budgets, or thresholds of exits. `tokens` takes only the beginning of the split. `corpus` is another text than
+    the run's own. `show` prints progress.
     """
     with Progress(f"evaluating {run.path}", unit="tokens", show=show) as progress:
-        return _evaluate(run, split, device, timing, budget, curve, tokens, progress)
+        return _evaluate(run, split, device, timing, budget, curve, tokens, corpus, progress)
 
 
 def _evaluate(
@@ -115,6 +124,7 @@ def _evaluate(
     budget: float | None,
     curve: bool,
     tokens: int | None,
+    corpus: str | None,
     progress: Progress,
 ) -> dict[str, Any]:
     dial = dial_of(run.config)
@@ -124,8 +134,7 @@ def _evaluate(
         raise UserError(f"split is {split!r}; expected val or test; set it with --split")
     config, where = run.config, choose_device(device)
     progress.update(note="reading the run and its corpus")
-    model, dataset = load_model(run, where), data.load(config.data)
-    run.check_corpus(dataset.fingerprint)
+    dataset, model = dataset_of(run, corpus), load_model(run, where)
     if budget is not None:
         calibrate.set_budget(model, run, budget, dataset, show=progress.show)
 
@@ -190,7 +199,7 @@ def _evaluate(
         "version": EVALUATION_VERSION,
         "method": method_name(config.method),
         "recipe": config.recipe,
-        "corpus": config.data.corpus,
+        "corpus": corpus or config.data.corpus,
         "seed": config.train.seed,
         "split": split,
         "tokens": sparse.tokens,
@@ -213,6 +222,12 @@ def _evaluate(
         "curve": [point(dial, at) for at in points if dial],
         "env": environment(where),
     }
+
+
+def keeps(run: Run, split: Split, budget: float | None, tokens: int | None, corpus: str | None) -> bool:
+    """Whether an evaluation is of the run as it is, on its own text: then it is kept in the folder."""
+    own_text = corpus is None or run.config.data.corpus == NO_CORPUS
+    return split == "val" and budget is None and tokens is None and own_text
 
 
 def has_curve(config: RunConfig) -> bool:
@@ -254,7 +269,7 @@ def _figures(measured: Measured, dataset: Dataset, config: RunConfig, split: Spl
     return {
         **figures,
         "bits_per_character": bits if by_character else None,
-        "bits_per_byte": bits / dataset.bytes_per_token(split, measured.depth.tokens),
+        "bits_per_byte": bits / dataset.bytes_per_token(split, measured.targets),
     }
 
 
@@ -305,7 +320,7 @@ def _controls(
 @torch.no_grad()
 def time_forward(model: LanguageModel, config: RunConfig, ids: Tensor, *, batch: int = 8, repeats: int = 15) -> dict:
     """Milliseconds of a forward pass: router-free dense, hard and sparse, interleaved so that drift hits all alike."""
-    ids = ids[:batch]
+    ids = ids[:batch, :LONGEST]
     dense = build(replace(config, method=DenseConfig())).to(ids.device).eval()
     conditions = {
         "dense_ms": lambda: dense(ids),
@@ -320,9 +335,10 @@ def time_forward(model: LanguageModel, config: RunConfig, ids: Tensor, *, batch:
 
 @torch.no_grad()
 def _passage(model: LanguageModel, dataset: Dataset, split: Split, device: torch.device) -> dict[str, Any]:
-    """Decisions on validation text, token by token, for heat maps."""
-    ids = torch.tensor(dataset.passage(split, model.config.context), device=device)[None]
-    soft, hard = (model(ids, execution=e) for e in ("soft", "hard"))
+    """Decisions on real text, token by token, for heat maps."""
+    ids = torch.tensor(dataset.passage(split, min(model.config.context, LONGEST)), device=device)[None]
+    hard = model(ids, execution="hard")
+    soft = model(ids, execution="soft") if model.method.has_soft else hard
     nats = F.cross_entropy(soft.logits[0, :-1].float(), ids[0, 1:], reduction="none").tolist()
     routed = [n for n, site in enumerate(soft.trace.sites) if site.routed]
     return {

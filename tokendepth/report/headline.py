@@ -53,14 +53,18 @@ def by_corpus(table: Sequence[Row]) -> dict[str, list[Row]]:
 def headline(members: Sequence[Row]) -> Headline:
     """The headline for the rows of one corpus."""
     were = "was" if len(members) == 1 else "were"
-    opening = f"{_names(members)} {were} trained on {members[0].corpus}{_steps(members)}"
+    imported = all(record.imported for row in members for record in row.records)
+    how = "imported" if imported else f"trained on {members[0].corpus}{_steps(members)}"
+    opening = f"{_names(members)} {were} {how}"
     evaluated = [row for row in members if row.stat(by_key("loss_hard"))]
     routed = [row for row in evaluated if any(record.routed for record in row.records)]
     if not evaluated:
         return Headline(f"{opening} and not evaluated yet: tokendepth evaluate RUN does it", (), ".", "")
     if not routed:
         words = "and nothing is skipped: without routers every token passes every layer"
-        clauses = tuple(Clause(row, f"has a validation loss of {_loss(row).mean:.4f}") for row in evaluated[:MOST])
+        where = f" on {members[0].corpus}" if imported else ""
+        said = f"has a validation loss{where} of"
+        clauses = tuple(Clause(row, f"{said} {_loss(row).mean:.4f}") for row in evaluated[:MOST])
         return Headline(f"{opening}, {words}; ", clauses, _more(evaluated), "")
     best = sorted(routed, key=lambda row: _loss(row).mean)[:MOST]
     shown = [row for row in routed if row in best]

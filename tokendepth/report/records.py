@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokendepth.config import RunConfig
+from tokendepth.config import NO_CORPUS, RunConfig
 from tokendepth.errors import UserError
 from tokendepth.runs.run import Run
 
@@ -108,8 +108,15 @@ class Record:
         """
         data = self.config.data
         kind, _, rest = data.tokens.partition(":")
+        rest = self.env.get("imported_from", rest) if self.imported else rest
         tokens = "" if kind == "char" else f" ({kind}{' ' + Path(rest).name if rest else ''})"
-        return printable(Path(data.corpus.removeprefix("text:")).name + tokens)
+        name = data.corpus if data.corpus != NO_CORPUS else self.field("corpus") or "no text"
+        return printable(Path(name.removeprefix("text:")).name + tokens)
+
+    @property
+    def imported(self) -> bool:
+        """Whether somebody else trained it, on what is not known here."""
+        return "imported_from" in self.env
 
     @property
     def step(self) -> int:

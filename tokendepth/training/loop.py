@@ -42,14 +42,12 @@ VALIDATION_TOKENS = 2**18
 
 def resolve(config: RunConfig, dataset: Dataset) -> RunConfig:
     """`config` with what only the corpus knows filled in, checked against the corpus."""
-    found = dataset.tokenizer.vocab_size
-    if config.model.vocab_size not in (0, found):
-        wanted = config.model.vocab_size
-        raise UserError(
-            f"model.vocab_size is {wanted}; {config.data.corpus} has {found} tokens; drop --model.vocab-size"
-        )
+    found, wanted = dataset.tokenizer.vocab_size, config.model.vocab_size
+    if 0 < wanted < found:
+        expected = f"{config.data.corpus} has {found} tokens; expected as many or more"
+        raise UserError(f"model.vocab_size is {wanted}; {expected}; drop --model.vocab-size")
     dataset.check_context(config.model.context)
-    return replace(config, model=replace(config.model, vocab_size=found))
+    return replace(config, model=replace(config.model, vocab_size=wanted or found))
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:
@@ -283,7 +281,7 @@ class _Training:
         self.validated.add(step)
         row = {"val_loss": measured.loss, "val_active_fraction": measured.depth.active_fraction}
         if not self.config.data.synthetic:  # tokens of different tokenizers are compared by the bytes they stand for
-            bytes_per_token = self.dataset.bytes_per_token("val", measured.depth.tokens)
+            bytes_per_token = self.dataset.bytes_per_token("val", measured.targets)
             row["val_bits_per_byte"] = measured.loss / math.log(2) / bytes_per_token
         self._log(step, row)
         self.progress.validation(step, row)

@@ -4,11 +4,23 @@ Imports are inside the commands, so that `tokendepth --help` does not load torch
 """
 
 from tokendepth.cli.commands.many import Bench, Sweep
-from tokendepth.cli.commands.one import Calibrate, Demo, Describe, Doctor, Evaluate, Generate, Report, Serve, Train
+from tokendepth.cli.commands.one import (
+    Calibrate,
+    Demo,
+    Describe,
+    Doctor,
+    Evaluate,
+    Generate,
+    Import,
+    Report,
+    Serve,
+    Train,
+)
 
 COMMANDS: tuple[type, ...] = (
     Demo,
     Train,
+    Import,
     Evaluate,
     Calibrate,
     Sweep,

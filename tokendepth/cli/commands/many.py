@@ -78,6 +78,8 @@ class Bench:
     """forward: batch sizes, separated by commas."""
     run: Path | None = None
     """forward: time a trained run with its own decisions on validation text, instead of random decisions."""
+    corpus: str | None = None
+    """forward --run: another text than the run's own, as text:PATH."""
     processes: int = 1
     """forward: measure in this many processes, one after the other, and keep the rows of the median one."""
 
@@ -98,10 +100,11 @@ class Bench:
         fractions, batches = forward.parse_fractions(self.fractions), forward.parse_batches(self.batches)
         if self.processes > 1:
             words = ["--device", self.device, *(["--batches", self.batches] if self.batches else [])]
+            words += ["--corpus", self.corpus] if self.corpus else []
             words += ["--run", str(self.run)] if self.run else ["--fractions", ",".join(map(str, fractions))]
             rows = processes.measure(words, self.processes, self.out)
         elif self.run:
-            rows = forward.measure_run(self.run, self.device, self.out, batches)
+            rows = forward.measure_run(self.run, self.device, self.out, batches, self.corpus)
         else:
             rows = forward.measure(self.device, self.out, fractions, batches)
         for row in rows:

@@ -99,6 +99,28 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Import:
+    """Turn a model of Hugging Face (Llama, Mistral, Qwen2, Qwen3, SmolLM2, Gemma) into a finished run."""
+
+    model: tyro.conf.Positional[Path]
+    """Folder with config.json, safetensors and tokenizer.json, or a GGUF file."""
+    out: tyro.conf.Positional[Path]
+    """Run folder, a new one."""
+    corpus: str | None = None
+    """Text that the run is measured on unless another is named, as text:PATH."""
+    context: int | None = None
+    """Longest sequence; by default the longest that the model was made for."""
+
+    def __call__(self) -> None:
+        with Progress(LOADING):
+            from tokendepth.hf.importing import import_model
+        run = import_model(self.model, self.out, corpus=self.corpus, context=self.context, show=True)
+        shape = run.config.model
+        print(f"imported: {run.path} ({shape.n_layer} layers, width {shape.d_model}, context {shape.context})")
+        print(f"continue a text with: tokendepth generate {run.path} --prompt TEXT")
+
+
+@dataclass(frozen=True)
 class Evaluate:
     """Measure a finished run over a whole split under soft, hard and sparse execution, with its controls."""
 
@@ -114,13 +136,15 @@ class Evaluate:
     """Execute a budget-routed run at this budget instead of its own; the result is printed, not kept in the run."""
     curve: bool = False
     """Also execute a budget-routed run at budgets from 0.2 to 1, an early-exit run at the paper's 13 thresholds."""
+    corpus: str | None = None
+    """Another text than the run's own, as text:PATH; kept in the run only where it was imported without one."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
             from tokendepth.measure import calibrate
-            from tokendepth.measure.evaluate import evaluate
+            from tokendepth.measure.evaluate import evaluate, keeps
         from tokendepth.report import terminal_table
         from tokendepth.runs.run import Run
         from tokendepth.training.progress import loss_in_words
@@ -128,7 +152,7 @@ class Evaluate:
         run = Run.open(self.run)
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "json")}
         result = evaluate(run, **settings, show=True)
-        kept = self.split == "val" and self.budget is None
+        kept = keeps(run, self.split, self.budget, None, self.corpus)
         # Results that took minutes must survive a full disk and a closed stdout.
         try:
             if self.json:
@@ -161,12 +185,14 @@ class Calibrate:
     """Run folder."""
     budget: float
     """Share of the tokens that are active in the routed blocks, above 0 and up to 1."""
+    corpus: str | None = None
+    """Another text than the run's own, as text:PATH."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
             import torch
 
-            from tokendepth import data
+            from tokendepth.data.of_run import dataset_of
             from tokendepth.measure import calibrate
             from tokendepth.measure.evaluate import load_model
         from tokendepth.runs.run import Run
@@ -174,8 +200,7 @@ class Calibrate:
         run = Run.open(self.run)
         calibrate.check(run, self.budget)
         with Progress(f"reading {run.path} and its corpus"):
-            model, dataset = load_model(run, torch.device("cpu")), data.load(run.config.data)
-        run.check_corpus(dataset.fingerprint)
+            dataset, model = dataset_of(run, self.corpus), load_model(run, torch.device("cpu"))
         calibrate.calibrate(model, dataset, self.budget, show=True)
         calibrate.keep(model, run, self.budget)
         print(f"{run.path} can now be executed with --budget {self.budget:g}, on this machine and others")
