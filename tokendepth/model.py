@@ -5,6 +5,7 @@ feed-forward with, GELU, LayerNorm, learned positions, output head tied to the t
 start at N(0, 0.02 / sqrt(2 L)), embeddings at N(0, 0.02), all else as PyTorch starts it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -20,6 +21,7 @@ from tokendepth.errors import UserError
 from tokendepth.layers.attention import Attention, Keys
 from tokendepth.layers.ffn import FeedForward, make_ffn
 from tokendepth.layers.head import head_flops
+from tokendepth.layers.linear import is_plain
 from tokendepth.layers.norm import make_norm, norm_weights, without_scale
 from tokendepth.layers.positions import make_positions
 from tokendepth.layers.routers import Router
@@ -47,6 +49,9 @@ class MethodOutput:
 
 
 class Block(nn.Module):
+    recompute: Callable[..., Tensor] | None = None
+    """Runs a pass so that what the gradient needs of it is computed again and not kept, as torch's `checkpoint` does."""
+
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         self.rotary = model.positions == "rotary"
@@ -70,6 +75,11 @@ class Block(nn.Module):
         only in the first two cases do tokens leave keys behind. gate: `[batch, time]`, scales both residual updates
         (eq. 3 and 4). Under sparse execution nothing else is computed, and without a gradient it may overwrite h.
         """
+        if self.recompute is not None and self.training:
+            return self.recompute(self._forward, h, ctx, rows, keys, gate)
+        return self._forward(h, ctx, rows, keys, gate)
+
+    def _forward(self, h: Tensor, ctx: Context, rows: Rows | None, keys: str | Keys, gate: Tensor | None) -> Tensor:
         if rows is not None and rows.chosen is not None:
             return self._train_chosen(h, ctx, rows.chosen, gate)
         if ctx.execution == "sparse" and (rows is not None or self.launch_bound(h)):
@@ -144,7 +154,7 @@ class Block(nn.Module):
         norm, query, ffn = norm_weights(self.norm_ffn), self.attention.plain_query(), self.ffn
         if query is None or norm.shift is None or self.rotary or not isinstance(ffn, FeedForward):
             return None
-        if ffn.up.bias is None or ffn.down.bias is None:
+        if ffn.up.bias is None or ffn.down.bias is None or not is_plain(self.attention.out, ffn.up, ffn.down):
             return None
         feed_forward = (ffn.up.weight, ffn.up.bias, ffn.down.weight, ffn.down.bias)
         return BlockWeights(query, self.attention.out.weight, norm.scale, norm.shift, norm.eps, *feed_forward)
@@ -190,6 +200,7 @@ class LanguageModel(nn.Module):
         valid: Tensor | None = None,
         decisions: Tensor | None = None,
         targets: Tensor | None = None,
+        counted: Tensor | None = None,
         thresholds: Tensor | None = None,
     ) -> Output:
         """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the others as of `Context`."""
@@ -198,7 +209,7 @@ class LanguageModel(nn.Module):
         time = ids.shape[1]
         needed = self._needed(time, cache, valid)
         ctx, positions = self._context(time, ids.device, execution, cache, valid, needed)
-        ctx = replace(ctx, ids=ids, decisions=decisions, targets=targets, given_thresholds=thresholds)
+        ctx = replace(ctx, ids=ids, decisions=decisions, targets=targets, counted=counted, given_thresholds=thresholds)
         found = self.method(self.embedded(ids, positions), ctx)
         if cache is not None:
             cache.advance(time, valid, needed)
