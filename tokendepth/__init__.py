@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokendepth.api import Generation, build, compile, evaluate, generate, load, train
+    from tokendepth.api import Generation, build, compile, evaluate, export, generate, load, train
     from tokendepth.config import RunConfig
     from tokendepth.errors import UserError
     from tokendepth.infer.text_model import TextModel
@@ -34,6 +34,7 @@ __all__ = [
     "build",
     "compile",
     "evaluate",
+    "export",
     "generate",
     "load",
     "recipe",

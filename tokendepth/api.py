@@ -143,6 +143,18 @@ def generate(
     return Generation(pieces, spending)
 
 
+def export(run: Run | str | Path, out: str | Path) -> Path:
+    """Write a finished run as a folder for Hugging Face transformers: weights, tokenizer, model card (docs/HF.md).
+
+    >>> folder = td.export("runs/tsa", "exported")
+    >>> sorted(path.name for path in folder.iterdir() if path.suffix == ".json")
+    ['config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json']
+    """
+    from tokendepth.hf import export as exporting
+
+    return exporting.export(Run.open(_path(run)), out)
+
+
 def compile(model: AnyModel) -> AnyModel:
     """The same weights in the form that runs fastest, for inference; the first call of a shape takes some ten seconds.
 

@@ -218,7 +218,7 @@ def test_a_command_names_the_extra_that_it_needs(modules, words, extra, run, tmp
 
 @pytest.mark.slow
 def test_doctor_names_every_extra_that_is_missing():
-    done = without("matplotlib,jinja2,tokenizers,tensorboard,triton", "doctor")
+    done = without("matplotlib,jinja2,tokenizers,transformers,tensorboard,triton", "doctor")
     assert done.returncode == 0, "an extra is none that is needed"
-    for extra in ("report", "data", "tensorboard", "kernels"):
+    for extra in ("report", "data", "hf", "tensorboard", "kernels"):
         assert f"pip install 'tokendepth[{extra}]'" in done.stdout

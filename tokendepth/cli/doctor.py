@@ -19,6 +19,7 @@ from tokendepth.runs.run import Run
 EXTRAS = {
     "report": ("matplotlib", "jinja2"),
     "data": ("tokenizers",),
+    "hf": ("transformers", "accelerate", "peft", "gguf"),
     "tensorboard": ("tensorboard",),
     "kernels": ("triton",),
 }

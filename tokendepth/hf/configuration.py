@@ -68,6 +68,10 @@ class TokenDepthConfig(PreTrainedConfig):
         tree = to_dict(config)
         return cls(model=tree["model"], method=tree["method"], seed=config.train.seed, **options)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing to do: what is saved names the installed package, of which no file is copied."""
+
     @property
     def native(self) -> RunConfig:
         """What the native model is built from."""

@@ -90,15 +90,16 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         output_depth: bool = False,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> TokenDepthOutput:
         """Logits of the next tokens and, with `labels`, the loss.
 
         attention_mask: 0 at padding, for all tokens so far or the new ones. labels: as `input_ids`, with -100 where no
-        loss is taken; shift_labels: the same moved by one, as the trainer has them at times. num_items_in_batch: how
-        many labels all micro-batches of a step have, on all processes. output_depth: also tell where depth went.
+        loss is taken. num_items_in_batch: how many labels all micro-batches of a step have, on all processes.
+        output_depth: also tell where depth went. Of other arguments `shift_labels` is known, the labels moved by one as
+        some collators give them: named above, the trainer would take it for a second label of every example.
         """
+        targets = kwargs.pop("shift_labels", None)
         for name, value in kwargs.items():
             if value is not None and value is not False:
                 raise UserError(f"{name} is not an argument of this model; leave it out")
@@ -110,8 +111,10 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         cache = past_key_values
         if cache is None and use_cache and not self.training:
             cache = self.new_cache()
-        targets = F.pad(labels, (0, 1), value=NO_LOSS)[:, 1:] if labels is not None else None
-        targets = targets if shift_labels is None else shift_labels
+        if targets is None and labels is not None:
+            targets = F.pad(labels, (0, 1), value=NO_LOSS)[:, 1:]
+        if targets is not None and valid is not None:  # after left padding stands a token that nothing predicts
+            targets = targets.masked_fill(~valid, NO_LOSS)
         out = self.model(
             input_ids,
             execution="soft" if self.training else self.config.execution,
@@ -149,8 +152,7 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         """A method that has losses of its own takes them over the same tokens as the task does."""
         if targets is None or not self.training:
             return {}
-        counted = targets != NO_LOSS
-        return {"targets": targets, "counted": counted}
+        return {"targets": targets, "counted": targets != NO_LOSS}
 
     def _losses(self, out: Output, targets: Tensor, items: Tensor | int | None) -> tuple[Tensor, Tensor | None]:
         """The task's loss and, while training, the method's with it: this micro-batch's part of those of the step.
@@ -257,9 +259,10 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As of transformers; but where a tensor is missing, left over or of another shape nothing is loaded."""
         asked = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if names := sorted(map(str, info[problem])):
+            if names := sorted(key if isinstance(key, str) else key[0] for key in info[problem]):
                 what = problem.removesuffix("_keys")
                 raise UserError(
                     f"{pretrained_model_name_or_path} does not fit its config.json: {len(names)} {what} tensors, such as "
@@ -281,7 +284,9 @@ def _new_columns(mask: Tensor | None, time: int) -> Tensor | None:
         return None
     if mask.dim() != 2 or mask.shape[1] < time:
         raise UserError(f"attention_mask has the shape {tuple(mask.shape)}; expected [batch, tokens so far], 0 at padding")
-    return mask[:, -time:].bool()
+    valid = mask[:, -time:].bool()
+    # Where nothing is padded no mask is needed. A compiler is not asked: it would have to see the numbers.
+    return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid
 
 
 def _padding_of(mask: Tensor | None) -> int:

@@ -4,7 +4,7 @@ Imports are inside the commands, so that `tokendepth --help` does not load torch
 """
 
 from tokendepth.cli.commands.many import Bench, Sweep
-from tokendepth.cli.commands.one import Calibrate, Demo, Describe, Doctor, Evaluate, Generate, Report, Train
+from tokendepth.cli.commands.one import Calibrate, Demo, Describe, Doctor, Evaluate, Export, Generate, Report, Train
 
 COMMANDS: tuple[type, ...] = (
     Demo,
@@ -15,6 +15,7 @@ COMMANDS: tuple[type, ...] = (
     Describe,
     Report,
     Generate,
+    Export,
     Bench,
     Doctor,
 )

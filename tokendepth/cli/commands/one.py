@@ -261,6 +261,26 @@ class Generate:
 
 
 @dataclass(frozen=True)
+class Export:
+    """Write a finished run as a folder for Hugging Face transformers: weights, tokenizer, model card; see docs/HF.md."""
+
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+    out: tyro.conf.Positional[Path]
+    """Folder to write; an export that is there is replaced, anything else is refused."""
+
+    def __call__(self) -> None:
+        from tokendepth.runs.run import Run
+
+        run = Run.open(self.run)
+        with Progress("loading PyTorch and transformers"):
+            from tokendepth.hf.export import export
+        with Progress(f"exporting {run.path}"):
+            out = export(run, self.out)
+        print(f"{out}: load it with AutoModelForCausalLM.from_pretrained after import tokendepth.hf")
+
+
+@dataclass(frozen=True)
 class Doctor:
     """Check the installation: what works, what is missing, what to do about it."""
 
