@@ -50,7 +50,7 @@ class MethodOutput:
 
 class Block(nn.Module):
     recompute: Callable[..., Tensor] | None = None
-    """Runs a pass so that what the gradient needs of it is computed again and not kept, as torch's `checkpoint` does."""
+    """Runs a pass so that what its gradient needs is computed again instead of kept, as torch's `checkpoint` does."""
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()

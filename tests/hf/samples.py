@@ -1,5 +1,6 @@
 """Models of every method on both kinds of block, native and as transformers has them, with the same weights."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +14,10 @@ from tokendepth.model import LanguageModel
 EVERY = [f"{method}{block}" for method in METHODS for block in ("", " modern")]
 """Each entry of METHODS on the classic and on the modern block."""
 assert set(EVERY) <= set(CASES)
+each_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case.endswith(" modern") else case for case in EVERY]
+)
+"""What takes seconds is tried on the modern block by `make test-all`."""
 
 
 def pair(case: str) -> tuple[LanguageModel, TokenDepthForCausalLM]:

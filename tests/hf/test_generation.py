@@ -6,12 +6,11 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from tests.hf.samples import EVERY, greedy, pair, tokens
+from tests.hf.samples import each_case, greedy, pair, tokens
 from tests.tiny import one_line
 from tokendepth.errors import UserError
 
 PROMPT, NEW = 5, 7
-each_case = pytest.mark.parametrize("case", EVERY)
 each_cache = pytest.mark.parametrize("cache", ["dynamic", "static"])
 
 
@@ -34,9 +33,7 @@ def test_a_left_padded_batch_is_each_prompt_alone(case, cache):
     size = native.config.vocab_size
     ids = torch.stack([torch.cat([torch.full((6 - len(prompt),), size), prompt]) for prompt in prompts])
     mask = (ids != size).long()
-    found = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation=cache
-    )
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation=cache)
     for row, prompt in zip(found, prompts, strict=True):
         assert torch.equal(row[6 - len(prompt) :], greedy(native, prompt, NEW))
 
@@ -49,9 +46,7 @@ def test_beams_and_samples_are_those_of_a_model_without_a_cache(case):
         found = []
         for use_cache in (True, False):
             torch.manual_seed(0)
-            found.append(
-                model.generate(ids, attention_mask=mask, max_new_tokens=NEW, use_cache=use_cache, **options)
-            )
+            found.append(model.generate(ids, attention_mask=mask, max_new_tokens=NEW, use_cache=use_cache, **options))
         assert torch.equal(*found)
 
 
@@ -86,9 +81,7 @@ def test_a_conversation_goes_on_from_its_cache(case):
 def test_what_generation_spent_is_told_where_it_is_asked_for():
     native, model = pair("tsa")
     prompt = tokens(1, PROMPT, seed=3)
-    out = model.generate(
-        prompt, max_new_tokens=NEW, do_sample=False, output_depth=True, return_dict_in_generate=True
-    )
+    out = model.generate(prompt, max_new_tokens=NEW, do_sample=False, output_depth=True, return_dict_in_generate=True)
     spent = out.past_key_values.spent()
     with torch.no_grad():
         whole = native(out.sequences[:, :-1], execution="sparse").trace.totals()

@@ -92,7 +92,10 @@ def test_a_tied_head_is_stored_once(tied, tmp_path):
     ("change", "said"),
     [
         (lambda w: w.pop("model.norm.weight"), "1 missing tensors, such as model.norm.weight"),
-        (lambda w: w.pop("model.method.blocks.1.threshold"), "1 missing tensors, such as model.method.blocks.1.threshold"),
+        (
+            lambda w: w.pop("model.method.blocks.1.threshold"),
+            "1 missing tensors, such as model.method.blocks.1.threshold",
+        ),
         (lambda w: w.update(extra=torch.zeros(1)), "1 unexpected tensors, such as extra"),
         (lambda w: w.update({"model.norm.weight": torch.zeros(31)}), "1 mismatched tensors, such as model.norm.weight"),
     ],

@@ -108,7 +108,9 @@ def test_adapters_and_routers_learn_and_nothing_else(tmp_path):
     ids = tokens(2)
     model(ids, labels=ids).loss.backward()
     learning = set(gradients(model))
-    assert learning == {name.removeprefix("model.") for name, weight in model.named_parameters() if weight.requires_grad}
+    assert learning == {
+        name.removeprefix("model.") for name, weight in model.named_parameters() if weight.requires_grad
+    }
     assert all("lora_" in name or "modules_to_save" in name for name in learning)
     assert any("router" in name for name in learning)
 

@@ -39,7 +39,7 @@ class DepthCache(Cache):
         """Where depth went in each pass that was asked for it (`output_depth`)."""
 
     def room_for(self, batch: int, new: int) -> KVCache:
-        """The native cache, with room for `new` tokens more in each of `batch` sequences, as far as the context goes."""
+        """The native cache, with room for `new` tokens more in each of `batch` sequences, up to the context."""
         context, wanted = self._config.context, (0 if self.native is None else self.native.longest) + new
         if self.native is None:
             capacity = self.capacity or min(context, max(SMALLEST, wanted))

@@ -35,17 +35,17 @@ prompt = tokenizer("A prompt", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```
 
-With tokendepth installed, `trust_remote_code=True` does what the first line does. `model.config.execution` is `sparse`: what
-the routers skip is not computed. `hard` computes it and throws it away, which is the reference; `soft` is how it was trained,
-where the method has such a mode.
+With tokendepth installed, `trust_remote_code=True` does what the first line does. `model.config.execution` is `sparse`:
+what the routers skip is not computed. `hard` computes it and throws it away, which is the reference; `soft` is how the
+model was trained, where the method has such a mode.
 """
 NOT_MEASURED = "This run was not evaluated before it was exported; `tokendepth evaluate RUN`, then export it again."
 HOW = """\
-- **sparse** is what was executed: a skipped token was not computed. **hard** is the same decisions with everything computed,
-  **soft** weighs updates instead of deciding. {flips}
+- **sparse** is what was executed: a skipped token was not computed. **hard** is the same decisions with everything
+  computed, **soft** weighs updates instead of deciding. {flips}
 - **Active fraction** is the mean share of tokens that the routed blocks worked on, over those same tokens.
-- **FLOPs** are twice the multiply-adds of the matrix products that ran, attention over the full square, routers and output
-  head included, against the same blocks with every token active and no routers.
+- **FLOPs** are twice the multiply-adds of the matrix products that ran, attention over the full square, routers and
+  output head included, against the same blocks with every token active and no routers.
 - Loss is the mean negative log likelihood per token in nats, in float32, on {device}."""
 
 
@@ -77,7 +77,7 @@ def _results(evaluation: dict[str, Any] | None) -> Iterator[str]:
         yield f"| {execution} | {found['loss']:.4f} | {found['active_fraction']:.3f} | {skipped} |"
     yield ""
     flips = evaluation["decision_flips"]
-    said = "On these tokens both took the same decisions." if not flips else f"They differ in {flips} decisions."
+    said = "Sparse and hard took the same decisions." if not flips else f"Sparse and hard differ in {flips} decisions."
     yield HOW.format(flips=said, device=evaluation["env"]["device"])
 
 
@@ -87,11 +87,17 @@ def _training(config: RunConfig) -> Iterator[str]:
         words = [f"tokendepth train {config.recipe} --out RUN"]
         for part in ("data", "model", "method", "train"):
             options = {key: value for key, value in tree[part].items() if (part, key) != ("method", "name")}
-            words += [f"{flag(f'{part}.{key}')}={value}" for key, value in options.items() if value is not None]
+            words += [_option(part, key, value) for key, value in options.items() if value is not None]
         yield "```\n" + " \\\n  ".join(words) + "\ntokendepth evaluate RUN\n```"
     else:
         yield "By `tokendepth.train` with this config, then `tokendepth evaluate RUN`:\n"
         yield "```json\n" + json.dumps(tree, indent=2) + "\n```"
+
+
+def _option(part: str, key: str, value: object) -> str:
+    if isinstance(value, bool):
+        return flag(f"{part}.{key}" if value else f"{part}.no-{key}")
+    return f"{flag(f'{part}.{key}')}={value}"
 
 
 def _without_folders(tree: dict[str, Any]) -> dict[str, Any]:

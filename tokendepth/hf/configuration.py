@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from tokendepth.checks import check, check_range, check_types
-from tokendepth.config import FORMAT_VERSION, LARGEST_SEED, RunConfig, TrainConfig, from_dict, to_dict
+from tokendepth.checks import check, check_range
+from tokendepth.config import FORMAT_VERSION, LARGEST_SEED, RunConfig, from_dict, to_dict
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.trace import EXECUTIONS
 

@@ -16,6 +16,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from tokendepth.config import check_budget, method_name
 from tokendepth.data.dataset import NO_LOSS
 from tokendepth.errors import UserError
 from tokendepth.hf.cache import DepthCache
@@ -31,7 +32,7 @@ THIN_FILE = '''"""{what} of a tokendepth model: the package is what defines it."
 try:
     from tokendepth.hf import {name}
 except ImportError as error:
-    raise ImportError("this model needs the package tokendepth: pip install 'tokendepth[hf]' (" + str(error) + ")") from None
+    raise ImportError(f"this model needs the package tokendepth: pip install 'tokendepth[hf]' ({{error}})") from None
 '''
 
 
@@ -139,8 +140,8 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
     def _check(self, ids: Tensor, valid: Tensor | None, cache: object) -> None:
         if cache is not None and not isinstance(cache, DepthCache):
             raise UserError(
-                f"past_key_values is a {type(cache).__name__}, which cannot hold what this model remembers; leave it out, "
-                "or make one by model.new_cache()"
+                f"past_key_values is a {type(cache).__name__}, which cannot hold what this model remembers; leave it "
+                "out, or make one by model.new_cache()"
             )
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere a look would wait for the device
             there, size = ids if valid is None else ids[valid], self.model.config.vocab_size
@@ -188,9 +189,7 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
                 f"max_length so that there are {context + 1} or fewer with the prompt"
             )
         if model_kwargs.get("past_key_values") is not None or not generation_config.use_cache:
-            super()._prepare_cache_for_generation(
-                generation_config, model_kwargs, generation_mode, *args, **kwargs
-            )
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
             return
         longest = max(generation_config.max_length, getattr(generation_config, "max_cache_len", None) or 0)
         capacity = min(context, longest) if wanted == "static" else None
@@ -215,6 +214,12 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
     def is_gradient_checkpointing(self) -> bool:
         return any(isinstance(module, Block) and module.recompute is not None for module in self.model.modules())
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether the share of tokens that it works on can be named, which thresholds hold."""
+        dial = self.model.method.dial(self.model.config, self.model.method.config)
+        return dial is not None and dial.calibrated
+
     def calibrate(self, input_ids: Tensor, budget: float | None = None) -> None:
         """Set the thresholds so that `budget` of the tokens of these texts is active; unless named, the model's own.
 
@@ -222,8 +227,10 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         training text, `[batch, time]` without padding, the more the better.
         """
         dial = self.model.method.dial(self.model.config, self.model.method.config)
-        if dial is None or not dial.calibrated:
-            raise UserError(f"method {self.config.method['name']} has no budget to set; leave calibrate out")
+        if dial is None or not self.has_budget:
+            name = method_name(self.config.native.method)
+            raise UserError(f"method {name} has no budget to set; leave calibrate out")
+        check_budget("budget", dial.own if budget is None else budget)
         was_training = self.training
         self.eval()
         calibrate_on(self.model, input_ids, dial.own if budget is None else budget)
@@ -242,7 +249,9 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.head
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        raise UserError("the vocabulary of this model is fixed; train one with a tokenizer that has the tokens you need")
+        raise UserError(
+            "the vocabulary of this model is fixed; train one with a tokenizer that has the tokens you need"
+        )
 
     # -- files
 
@@ -265,8 +274,8 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
             if names := sorted(key if isinstance(key, str) else key[0] for key in info[problem]):
                 what = problem.removesuffix("_keys")
                 raise UserError(
-                    f"{pretrained_model_name_or_path} does not fit its config.json: {len(names)} {what} tensors, such as "
-                    f"{names[0]}; restore the folder from a copy"
+                    f"{pretrained_model_name_or_path} does not fit its config.json: {len(names)} {what} tensors, such "
+                    f"as {names[0]}; restore the folder from a copy"
                 )
         return (model, info) if asked else model
 
@@ -283,7 +292,9 @@ def _new_columns(mask: Tensor | None, time: int) -> Tensor | None:
     if mask is None:
         return None
     if mask.dim() != 2 or mask.shape[1] < time:
-        raise UserError(f"attention_mask has the shape {tuple(mask.shape)}; expected [batch, tokens so far], 0 at padding")
+        raise UserError(
+            f"attention_mask has the shape {tuple(mask.shape)}; expected [batch, tokens so far], 0 at padding"
+        )
     valid = mask[:, -time:].bool()
     # Where nothing is padded no mask is needed. A compiler is not asked: it would have to see the numbers.
     return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid

@@ -27,6 +27,8 @@ def _adapted(layer: Any) -> tuple[Tensor, Tensor | None]:
         if adapter not in getattr(layer, "lora_A", {}):
             continue
         if adapter in layer.lora_variant:
-            raise UserError(f"adapter {adapter!r} is a variant of LoRA; expected plain LoRA; merge it into the model first")
+            raise UserError(
+                f"adapter {adapter!r} is a variant of LoRA; expected plain LoRA; merge it into the model first"
+            )
         weight = weight + layer.get_delta_weight(adapter)
     return weight, bias

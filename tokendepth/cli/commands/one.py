@@ -262,7 +262,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Export:
-    """Write a finished run as a folder for Hugging Face transformers: weights, tokenizer, model card; see docs/HF.md."""
+    """Write a finished run as a folder for Hugging Face transformers: weights, tokenizer, model card (docs/HF.md)."""
 
     run: tyro.conf.Positional[Path]
     """Run folder."""
