@@ -38,6 +38,26 @@ def test_a_left_padded_batch_is_each_prompt_alone(case, cache):
         assert torch.equal(row[6 - len(prompt) :], greedy(native, prompt, NEW))
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_padding_behind_the_vocabulary_is_padding_before_and_after_a_text(masked):
+    """Also where no mask says so, and where a sequence has ended while others go on."""
+    native, model = pair("tsa")
+    prompts, size = [tokens(1, length, seed=length)[0] for length in (3, 5)], native.config.vocab_size
+    ids = torch.stack([torch.nn.functional.pad(prompt, (5 - len(prompt), 0), value=size) for prompt in prompts])
+    whole = [greedy(native, prompt, NEW)[len(prompt) :] for prompt in prompts]
+    last = int(whole[0][1])
+    options = {"attention_mask": (ids < size).long()} if masked else {}
+    found = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=last, pad_token_id=size, **options)[
+        :, 5:
+    ]
+    for row, wanted in zip(found, whole, strict=True):
+        ends = (wanted == last).nonzero()
+        length = int(ends[0]) + 1 if len(ends) else NEW
+        assert torch.equal(row[:length], wanted[:length])
+        assert (row[length:] == size).all()
+    assert (found == size).any()
+
+
 @each_case
 def test_beams_and_samples_are_those_of_a_model_without_a_cache(case):
     _, model = pair(case)
@@ -105,7 +125,9 @@ def test_what_cannot_work_is_refused_in_one_line():
         said = refused(lambda cache=cache: model.generate(ids, past_key_values=cache, max_new_tokens=2))
         assert said.startswith(f"past_key_values is a {type(cache).__name__}")
         assert "new_cache" in said
-    assert "dynamic or static" in refused(lambda: model.generate(ids, cache_implementation="offloaded"))
+    assert "dynamic or static" in refused(
+        lambda: model.generate(ids, cache_implementation="offloaded", max_new_tokens=2)
+    )
     assert "context is 16" in refused(lambda: model.generate(ids, max_new_tokens=13))
     assert "use generate()" in refused(lambda: model.generate_batch([[1, 2]], max_new_tokens=2))
     assert "an id is 11; expected 0 to 10" in refused(lambda: model(torch.tensor([[1, 11]])))

@@ -113,6 +113,12 @@ def test_weights_that_do_not_fit_are_refused(change, said, tmp_path):
         assert str(tmp_path) in str(error.value)
 
 
+def test_quantised_weights_are_refused(tmp_path):
+    pair("dense")[1].save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="quantization_config is given"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
+
+
 def test_a_vocabulary_is_needed_and_stays_as_it_is():
     with pytest.raises(UserError, match=r"model\.vocab_size is 0"):
         TokenDepthForCausalLM(TokenDepthConfig())

@@ -38,6 +38,7 @@ except ImportError as error:
 
 @dataclass
 class TokenDepthOutput(CausalLMOutputWithPast):
+    loss: Tensor | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     aux_loss: Tensor | None = None
     """While training: what the method adds to the task's loss; part of `loss`."""
     depth: DepthTrace | None = None
@@ -176,7 +177,18 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         """A cache for `past_key_values`; with a `capacity`, one of fixed shape."""
         return DepthCache(self.model, capacity, croppable=croppable)
 
-    def _prepare_cache_for_generation(
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Ids behind the vocabulary are padding, of a prompt or after the end of a sequence, whatever the mask says."""
+        prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        inputs = prepare(input_ids, *args, **kwargs)
+        outside = inputs["input_ids"] >= self.model.config.vocab_size
+        if outside.any():
+            mask = inputs.get("attention_mask")
+            there = ~outside if mask is None else mask[:, -outside.shape[1] :].bool() & ~outside
+            inputs["attention_mask"] = there.long()
+        return inputs
+
+    def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, generation_config: GenerationConfig, model_kwargs: dict, generation_mode: Any, *args: Any, **kwargs: Any
     ) -> None:
         wanted, context = generation_config.cache_implementation, self.model.config.context
@@ -189,7 +201,8 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
                 f"max_length so that there are {context + 1} or fewer with the prompt"
             )
         if model_kwargs.get("past_key_values") is not None or not generation_config.use_cache:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+            prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+            prepare(generation_config, model_kwargs, generation_mode, *args, **kwargs)
             return
         longest = max(generation_config.max_length, getattr(generation_config, "max_cache_len", None) or 0)
         capacity = min(context, longest) if wanted == "static" else None
@@ -241,7 +254,7 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embedding
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Linear | None:
@@ -259,7 +272,9 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Nothing to do: what is saved names the installed package, of which no file is copied."""
 
-    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, save_directory: Any, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
             write_thin_files(Path(save_directory))
@@ -268,8 +283,11 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As of transformers; but where a tensor is missing, left over or of another shape nothing is loaded."""
         asked = kwargs.pop("output_loading_info", False)
+        if kwargs.get("quantization_config") is not None:
+            raise UserError("quantization_config is given; this model's layers are not quantised; leave it out")
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model, info = loaded
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if names := sorted(key if isinstance(key, str) else key[0] for key in info[problem]):
                 what = problem.removesuffix("_keys")
