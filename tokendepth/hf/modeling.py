@@ -254,7 +254,8 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embedding
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        assert isinstance(value, nn.Embedding)
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Linear | None:
