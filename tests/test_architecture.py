@@ -24,7 +24,7 @@ LAYERS: tuple[set[str], ...] = (
     {"__main__"},
     {"cli"},
     {"api"},
-    {"recipes", "report", "hf", "serve", "analysis", "bench"},
+    {"recipes", "report", "importing", "hf", "serve", "analysis", "bench"},
     {"infer", "measure", "training"},
     {"methods", "data", "model"},
     {"layers", "cache", "context"},
@@ -40,14 +40,16 @@ TORCH_FREE = LAYERS[-1] | {"recipes", "report"}
 WITH_TORCH = {"runs/machine.py"}
 CONFINED = {  # third-party package -> the only files in tokendepth/ that may import it
     "triton": r"ops/\w+/kernel\.py",
-    "transformers": r"hf/.+",
+    "transformers": r"(hf|importing)/.+",
     "matplotlib": r"report/.+",
     "jinja2": r"(report|serve)/.+",
     "fastapi": r"serve/.+",
     "starlette": r"serve/.+",
     "uvicorn": r"serve/.+",
     "tyro": r"cli/.+",
-    "tokenizers": r"data/bpe\.py",
+    "peft": r"hf/.+",
+    "accelerate": r"hf/.+",
+    "tokenizers": r"data/bpe\.py|hf/.+",
     "ray": r"training/cluster\.py",
 }
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -313,6 +315,7 @@ def test_the_documented_tree_equals_the_tracked_files(files):
         (torch_problems, "report/page.py", "try:\n    from safetensors.torch import load\nexcept ImportError: pass"),
         (confinement_problems, "ops/rows/eager.py", "import triton.language as tl"),
         (confinement_problems, "report/__init__.py", "from transformers import AutoModel"),
+        (confinement_problems, "training/step.py", "def f():\n    from peft import LoraConfig"),
         (confinement_problems, "train.py", "def plot():\n    import matplotlib.pyplot"),
         (confinement_problems, "cli/main.py", "from jinja2 import Template"),
         (confinement_problems, "cli/main.py", "import fastapi"),

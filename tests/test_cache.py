@@ -15,7 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny import one_line
 from tokendepth.cache import KVCache
-from tokendepth.config import DenseConfig, MoDConfig, ModelConfig, RunConfig, SwitchConfig, TrainConfig, TSAConfig
+from tokendepth.config import (
+    METHOD_CONFIGS,
+    DenseConfig,
+    MoDConfig,
+    ModelConfig,
+    MoRConfig,
+    RunConfig,
+    SpanConfig,
+    SwitchConfig,
+    TrainConfig,
+    TSAConfig,
+)
 from tokendepth.errors import UserError
 from tokendepth.layers.routers import Router
 from tokendepth.methods import build
@@ -333,7 +344,7 @@ def test_a_state_is_kept_by_slot():
     kept = new_cache(lively("dense", "classic"), 3)
     view = kept.of([2, 0])
     assert view.state(1, like=torch.zeros(2)).tolist() == [[0, 0], [0, 0]]
-    view.remember(1, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    view.remember(1, torch.tensor([[[9.0, 9.0], [1.0, 2.0]], [[8.0, 8.0], [3.0, 4.0]]]), torch.tensor([[0, 1], [0, 1]]))
     assert kept.state(1, like=torch.zeros(2)).tolist() == [[3, 4], [0, 0], [1, 2]]
     assert view.state(1, like=torch.zeros(2)).tolist() == [[1, 2], [3, 4]]
 
@@ -465,3 +476,99 @@ def test_a_batch_of_another_size_than_the_cache_is_an_error():
     model = lively("dense", "classic")
     with pytest.raises((UserError, AssertionError)):
         full(model, tokens(1, 2), cache=new_cache(model, 3))
+
+
+# --- crop, select, reserve --------------------------------------------------------------------------------------------
+
+EVERY = {**{name: config() for name, config in METHOD_CONFIGS.items()}, **METHODS}
+EVERY["span-all"] = SpanConfig(keys="all", carry="none")
+EVERY["span-boundary"] = SpanConfig(decide="boundary", carry="smooth", ratio_loss=0.0)
+EVERY["mor-shared"] = MoRConfig(kv="shared")
+each_of_every = pytest.mark.parametrize("method", EVERY)
+
+
+@cache
+def any_method(method: str, shape: str) -> LanguageModel:
+    """Untrained, of four layers; every matrix matters."""
+    config = RunConfig(model=replace(SHAPES[shape], n_layer=4), method=EVERY[method])
+    model = build(config).eval()
+    with torch.no_grad():
+        for matrix in (p for p in model.parameters() if p.ndim == 2):
+            matrix.mul_(0.2 / matrix.std())
+    return model
+
+
+@each_of_every
+@each_shape
+@each_execution
+def test_after_a_crop_it_is_as_if_the_tokens_had_never_been_read(method, shape, execution):
+    """Also of sequences of other lengths, in the middle of a chunk, across chunks, and back to the beginning."""
+    model, rows, other = any_method(method, shape), tokens(2, seed=8).tolist(), tokens(2, seed=9).tolist()
+    kept = new_cache(model, 2, croppable=True)
+
+    def feed(first: list[int], second: list[int], width: int) -> Output:
+        ids, valid = padded([first, second], width, "left")
+        return full(model, ids, execution, cache=kept, valid=valid)
+
+    feed(rows[0][:5], rows[1][:2], 5)
+    feed(other[0][:4], other[1][:4], 4)
+    kept.crop(3)  # the first of the four stays
+    feed(other[0][4:6], other[1][4:6], 2)
+    kept.crop(torch.tensor([3, 2]))  # of the first sequence also that one
+    assert kept.lengths.tolist() == [5, 3]
+    assert kept.longest == 5
+    now = [rows[0][:5], [*rows[1][:2], other[1][0]]]
+    out = feed(rows[0][5:8], rows[1][5:8], 3)
+    for b in range(2):
+        whole = full(model, torch.tensor([[*now[b], *rows[b][5:8]]]), execution)
+        assert_close(out.logits[b], whole.logits[0, -3:])
+        assert torch.equal(out.trace.work[:, b], whole.trace.work[:, 0, -3:])
+    kept.crop(kept.lengths.clone())
+    again = feed(other[0][:6], other[1][:6], 6)
+    assert_close(again.logits, full(model, torch.tensor([row[:6] for row in other]), execution).logits)
+
+
+@pytest.mark.parametrize("method", ["switch", "span"])
+def test_a_cache_that_does_not_keep_what_a_method_remembers_refuses_to_crop(method):
+    model = any_method(method, "classic")
+    kept = new_cache(model, 1)
+    full(model, tokens(1, 4), cache=kept)
+    with pytest.raises(UserError) as error:
+        kept.crop(1)
+    assert "croppable=True" in one_line(error.value)
+    assert kept.lengths.tolist() == [4]
+
+
+@each_of_every
+@each_execution
+def test_selected_slots_go_on_as_copies(method, execution):
+    model, rows = any_method(method, "modern"), tokens(3, seed=10)
+    kept = new_cache(model, 3, croppable=True)
+    full(model, rows[:, :6], execution, cache=kept)
+    kept.select([2, 0, 2, 2])
+    assert kept.lengths.tolist() == [6] * 4
+    assert kept.batch == 4
+    new = tokens(4, 3, seed=11)
+    out = full(model, new, execution, cache=kept)
+    assert_close(out.logits, full(model, torch.cat([rows[[2, 0, 2, 2], :6], new], 1), execution).logits[:, 6:])
+    kept.crop(2)
+    again = full(model, new[:, 1:], execution, cache=kept)
+    assert_close(again.logits, out.logits[:, 1:])
+
+
+@each_of_every
+@each_execution
+def test_a_cache_grows(method, execution):
+    """Also one that padding was written to, whose place becomes a token's."""
+    model, rows = any_method(method, "classic"), tokens(2, seed=12).tolist()
+    kept = new_cache(model, 2, 4, croppable=True)
+    ids, valid = padded([rows[0][:4], rows[1][:2]], 5, "left")
+    full(model, ids, execution, cache=kept, valid=valid)
+    kept.reserve(4)
+    kept.reserve(7)
+    ids, valid = padded([rows[0][4:7], rows[1][2:5]], 4, "left")
+    out = full(model, ids, execution, cache=kept, valid=valid)
+    assert kept.capacity == 7
+    for b, length in ((0, 7), (1, 5)):
+        alone = full(model, torch.tensor([rows[b][:length]]), execution)
+        assert_close(out.logits[b, 1:], alone.logits[0, -3:])

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokendepth.api import build, compile, evaluate, generate, import_model, load, train
+    from tokendepth.api import build, compile, evaluate, export, generate, import_model, load, train
     from tokendepth.config import RunConfig
     from tokendepth.errors import UserError
     from tokendepth.infer.generate import Generation
@@ -35,6 +35,7 @@ __all__ = [
     "build",
     "compile",
     "evaluate",
+    "export",
     "generate",
     "import_model",
     "load",

@@ -7,7 +7,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 from tokendepth import data, methods
 from tokendepth.config import RunConfig
 from tokendepth.data.dataset import Split
-from tokendepth.hf import importing
+from tokendepth.importing import convert
 from tokendepth.infer import generate as generating
 from tokendepth.infer.compile import compiled
 from tokendepth.infer.generate import Generation
@@ -61,7 +61,7 @@ def import_model(model: str | Path, out: str | Path, *, corpus: str | None = Non
     >>> td.evaluate(run, corpus="text:corpus.txt", timing=False)["flops_skipped"]
     0.0
     """
-    return importing.import_model(model, out, corpus=corpus, context=context)
+    return convert.import_model(model, out, corpus=corpus, context=context)
 
 
 def load(run: Run | str | Path, *, device: str = "auto", budget: float | None = None) -> TextModel:
@@ -171,6 +171,18 @@ def generate(
         logprobs=logprobs, execution=execution, device=device, budget=budget,
     )  # fmt: skip
     return generations[0] if isinstance(prompt, str) else generations
+
+
+def export(run: Run | str | Path, out: str | Path) -> Path:
+    """Write a finished run as a folder for Hugging Face transformers: weights, tokenizer, model card (docs/HF.md).
+
+    >>> folder = td.export("runs/tsa", "exported")
+    >>> sorted(path.name for path in folder.iterdir() if path.suffix == ".json")
+    ['config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json']
+    """
+    from tokendepth.hf import export as exporting
+
+    return exporting.export(Run.open(_path(run)), out)
 
 
 def compile(model: AnyModel) -> AnyModel:

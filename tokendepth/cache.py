@@ -8,9 +8,11 @@ behind: TSA keeps every token's, others only those of the tokens that a block wo
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokendepth.config import ModelConfig
+from tokendepth.errors import UserError
 
 
 class KVCache:
@@ -23,10 +25,12 @@ class KVCache:
         layers: int | None = None,
         like: Tensor,
         fixed: bool = False,
+        croppable: bool = False,
     ) -> None:
         """`slots` sequences of up to `capacity` tokens in each of `layers` (the model's, or `Method.cache_layers`).
 
         `fixed`: attention reads all columns at every step, so that no shape depends on how long the sequences are.
+        `croppable`: what a method remembers is kept for every token, so that `crop` can go back to any of them.
         """
         shape = (layers or model.n_layer, slots, model.kv_heads, capacity + 1, model.width)
         # The last column is where padding is written to; nobody reads it.
@@ -36,9 +40,11 @@ class KVCache:
         """Tokens of each sequence: the position of its next one."""
         self.bounds = [0] * slots
         """The same, known without asking the device: exactly, or in a `fixed` cache at most."""
-        self.capacity, self.fixed = capacity, fixed
+        self.capacity, self.fixed, self.croppable = capacity, fixed, croppable
         self.states: dict[int | str, Tensor] = {}
         """What a method has to remember beside keys and values, `[slots, ...]`: by layer, or by a name."""
+        self.histories: dict[int | str, Tensor] = {}
+        """The same after every token, `[slots, capacity + 1, ...]`, where the cache is croppable."""
         self.slots: Tensor | None = None
         """Which slots this view is of; None: all of them, in order."""
         self._chosen = list(range(slots))
@@ -58,10 +64,50 @@ class KVCache:
         whole.valid[:, which] = False
         for buffer in (whole.keys, whole.values):  # hidden ones count 0 times, but 0 times NaN is NaN
             buffer[:, which] = 0
-        for state in whole.states.values():
+        for state in (*whole.states.values(), *whole.histories.values()):
             state[which] = 0
         for slot in slots:
             whole.bounds[slot] = 0
+
+    def crop(self, count: int | Tensor) -> None:
+        """Forget the last `count` tokens of every sequence, a number or `[batch]`: as if they had never been read."""
+        whole, row = self._whole, self._batch(self.batch)
+        if whole.states and not whole.croppable:
+            raise UserError("this method remembers more than keys and values; make the cache with croppable=True")
+        counts = count.tolist() if isinstance(count, Tensor) else [count] * self.batch
+        shorter = whole.lengths[row] - (count if isinstance(count, Tensor) else int(count))
+        whole.lengths[row] = shorter
+        whole.valid[:, row] &= torch.arange(self.capacity + 1, device=row.device) < shorter[:, None]
+        for layer, state in whole.states.items():
+            there = (shorter > 0).view(-1, *[1] * (state.dim() - 1))
+            before = whole.histories[layer][row, (shorter - 1).clamp(min=0)]
+            state[row] = torch.where(there, before, torch.zeros_like(before))
+        for slot, gone in zip(self._chosen, counts, strict=True):
+            whole.bounds[slot] -= gone
+
+    def select(self, slots: Sequence[int]) -> None:
+        """Keep copies of these slots alone, in that order, one as often as it is named: for beams."""
+        assert self._whole is self, "a view has no slots of its own"
+        which = self._index(slots)
+        self.keys, self.values, self.valid = (part[:, which] for part in (self.keys, self.values, self.valid))
+        self.lengths, self.bounds = self.lengths[which], [self.bounds[slot] for slot in slots]
+        for table in (self.states, self.histories):
+            for layer in table:
+                table[layer] = table[layer][which]
+        self._chosen = list(range(len(self.bounds)))
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` tokens in every slot, if there is less."""
+        assert self._whole is self, "a view has no room of its own"
+        more = capacity - self.capacity
+        if more <= 0:
+            return
+        self.keys, self.values = (F.pad(part, (0, 0, 0, more)) for part in (self.keys, self.values))
+        self.valid = F.pad(self.valid, (0, more))
+        self.valid[:, :, self.capacity] = False  # padding was written there
+        for layer, history in self.histories.items():
+            self.histories[layer] = F.pad(history, (*[0, 0] * (history.dim() - 2), 0, more))
+        self.capacity = capacity
 
     @property
     def batch(self) -> int:
@@ -132,8 +178,15 @@ class KVCache:
             states[layer] = torch.zeros((len(self.lengths), *like.shape), dtype=like.dtype, device=like.device)
         return self._rows(states[layer])
 
-    def remember(self, layer: int | str, value: Tensor) -> None:
-        self._whole.states[layer][self._batch(len(value))] = value
+    def remember(self, layer: int | str, values: Tensor, columns: Tensor) -> None:
+        """Of `values` `[batch, time, ...]`, what is to be remembered after each token at `columns` `[batch, time]`."""
+        whole, row = self._whole, self._batch(len(values))
+        whole.states[layer][row] = values[:, -1]
+        if whole.croppable:
+            if layer not in whole.histories:
+                shape = (len(self.lengths), self.capacity + 1, *values.shape[2:])
+                whole.histories[layer] = values.new_zeros(shape)
+            whole.histories[layer][row[:, None], columns] = values
 
     def _batch(self, count: int) -> Tensor:
         return torch.arange(count, device=self.lengths.device) if self.slots is None else self.slots

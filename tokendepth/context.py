@@ -37,6 +37,8 @@ class Context:
     """`[routed site]`, or `[routed site, batch, time]`: replaces the routers' own thresholds."""
     targets: Tensor | None = None
     """`[batch, time]` next tokens while training, for methods with losses of their own on what they predict."""
+    counted: Tensor | None = None
+    """`[batch, time]`: over which tokens losses are taken; None: all that are no padding."""
     readout: Callable[[Tensor], Tensor] | None = None
     """Hidden states to logits: final norm and head."""
     layer: int | None = None
@@ -63,6 +65,12 @@ class Context:
         """Keys each query attends over."""
         return self.window if self.cache else time
 
+    def remember(self, name: int | str, values: Tensor) -> None:
+        """Where there is a cache, keep what is to be remembered after each token, `[batch, time, ...]`."""
+        if self.cache is not None:
+            assert self.writes is not None
+            self.cache.remember(name, values, self.writes)
+
     def spare(self, h: Tensor) -> Tensor:
         """A copy of h for a block that may overwrite it, where h itself is needed afterwards."""
         return h.clone() if self.execution == "sparse" else h
@@ -72,10 +80,11 @@ class Context:
         return active if self.valid is None else active & self.valid
 
     def mean(self, values: Tensor) -> Tensor:
-        """Over batch and time, the last two dimensions, padding left out."""
-        if self.valid is None:
+        """Over batch and time, the last two dimensions, of the tokens that losses are taken over."""
+        counted = self.valid if self.counted is None else self.counted
+        if counted is None:
             return values.mean((-2, -1))
-        return (values * self.valid).sum((-2, -1)) / self.valid.sum()
+        return (values * counted).sum((-2, -1)) / counted.sum().clamp(min=1)
 
     def packed(self, places: Tensor, there: Tensor | None = None) -> "Context":
         """The context of the tokens at `places` `[batch, k]`, taken out as a shorter sequence.
@@ -85,12 +94,15 @@ class Context:
         valid = there if self.valid is None else self.valid.gather(1, places)
         if valid is not None and there is not None:
             valid = valid & there
+        counted = None if self.counted is None else self.counted.gather(1, places)
+        if counted is not None and there is not None:
+            counted = counted & there
         rotation = self.rotation
         if rotation is not None:
             cos, sin = (part.expand(len(places), -1, -1) for part in rotation)
             index = places[..., None].expand(-1, -1, cos.shape[-1])
             rotation = cos.gather(1, index), sin.gather(1, index)
-        return replace(self, valid=valid, rotation=rotation, columns=places)
+        return replace(self, valid=valid, counted=counted, rotation=rotation, columns=places)
 
     def gathered(self, active: Tensor, places: Tensor, columns: Tensor, lengths: Tensor) -> "Context":
         """The context of the active tokens alone, at `places`, as the rows `[n, d]` of concatenated sequences.

@@ -5,6 +5,7 @@ bias, GELU, LayerNorm, learned positions, output head tied to the token embeddin
 from N(0, 0.02 / sqrt(2 L)), embeddings from N(0, 0.02), everything else as PyTorch does.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -20,6 +21,7 @@ from tokendepth.errors import UserError
 from tokendepth.layers.attention import Attention, Keys
 from tokendepth.layers.ffn import make_ffn
 from tokendepth.layers.head import head_flops
+from tokendepth.layers.linear import is_plain
 from tokendepth.layers.norm import make_norm, norm_weights, without_scale
 from tokendepth.layers.positions import make_positions
 from tokendepth.layers.routers import Router
@@ -47,6 +49,9 @@ class MethodOutput:
 
 
 class Block(nn.Module):
+    recompute: Callable[..., Tensor] | None = None
+    """Runs a pass so that what its gradient needs is computed again instead of kept, as torch's `checkpoint` does."""
+
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         self.rotary = model.positions == "rotary"
@@ -70,6 +75,11 @@ class Block(nn.Module):
         first two cases do tokens leave keys behind. gate: `[batch, time]`, scales both residual updates (eq. 3 and 4).
         Under sparse execution nothing else is computed, and without a gradient it may overwrite h.
         """
+        if self.recompute is not None and self.training:
+            return self.recompute(self._forward, h, ctx, rows, keys, gate)
+        return self._forward(h, ctx, rows, keys, gate)
+
+    def _forward(self, h: Tensor, ctx: Context, rows: Rows | None, keys: str | Keys, gate: Tensor | None) -> Tensor:
         if rows is not None and rows.chosen is not None:
             return self._train_chosen(h, ctx, rows.chosen, gate)
         if ctx.execution == "sparse" and (rows is not None or self.launch_bound(h)):
@@ -142,8 +152,10 @@ class Block(nn.Module):
     def kernel_weights(self) -> BlockWeights | None:
         """For the kernels; None for a block that they do not support."""
         attention, norm = self.attention, norm_weights(self.norm_ffn)
-        query, query_bias = attention.query_weights()
         up, down, activation = self.ffn.kernel_weights()
+        if not is_plain(attention.qkv, attention.out, up, down):
+            return None
+        query, query_bias = attention.query_weights()
         by_head = (None, 0.0) if attention.norm_q is None else (attention.norm_q.weight, attention.norm_q.eps)
         return BlockWeights(
             attention.n_head, query, attention.out.weight, *norm, up.weight, up.bias, down.weight, down.bias,
@@ -191,6 +203,7 @@ class LanguageModel(nn.Module):
         valid: Tensor | None = None,
         decisions: Tensor | None = None,
         targets: Tensor | None = None,
+        counted: Tensor | None = None,
         thresholds: Tensor | None = None,
     ) -> Output:
         """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the rest as in `Context`."""
@@ -199,7 +212,7 @@ class LanguageModel(nn.Module):
         time = ids.shape[1]
         needed = self._needed(time, cache, valid)
         ctx, positions = self._context(time, ids.device, execution, cache, valid, needed)
-        ctx = replace(ctx, ids=ids, decisions=decisions, targets=targets, given_thresholds=thresholds)
+        ctx = replace(ctx, ids=ids, decisions=decisions, targets=targets, counted=counted, given_thresholds=thresholds)
         found = self.method(self.embedded(ids, positions), ctx)
         if cache is not None:
             cache.advance(time, valid, needed)

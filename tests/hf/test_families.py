@@ -10,7 +10,7 @@ from tests.hf.models import CONFIG
 from tests.tiny import one_line
 from tokendepth.config import ModelConfig
 from tokendepth.errors import UserError
-from tokendepth.hf.families import HARMLESS, model_config
+from tokendepth.importing.families import HARMLESS, model_config
 
 
 def tree(**changes: Any) -> dict[str, Any]:

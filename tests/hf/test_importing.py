@@ -24,7 +24,7 @@ from tokendepth.config import DataConfig
 from tokendepth.data.dataset import NO_LOSS
 from tokendepth.data.imported import ImportedTokenizer
 from tokendepth.data.of_run import dataset_of, tokenizer_of
-from tokendepth.hf.importing import import_model
+from tokendepth.importing.convert import import_model
 from tokendepth.measure.describe import describe
 from tokendepth.measure.evaluate import batches
 from tokendepth.report import build

@@ -9,7 +9,7 @@ import pytest
 from tests.hf.models import write_llama
 from tests.tiny import TEXT
 from tokendepth.cli.main import main
-from tokendepth.hf.families import FAMILIES
+from tokendepth.importing.families import FAMILIES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text(encoding="utf-8")
 

@@ -19,7 +19,7 @@ from tokendepth.cache import KVCache
 from tokendepth.data.imported import ImportedTokenizer
 from tokendepth.data.of_run import tokenizer_of
 from tokendepth.errors import UserError
-from tokendepth.hf.importing import import_model
+from tokendepth.importing.convert import import_model
 from tokendepth.infer.generate import Spending, generate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.model import LanguageModel

@@ -61,7 +61,9 @@ def test_the_queue_goes_on_where_the_cache_ended_and_padding_does_not_stand_in_i
     model = switch()
     block, expert = switched(model), torch.tensor([[0, 1, 0, 0, 1, 0]])
     cache = KVCache(MODEL, 1, TIME, like=model.norm.weight.detach())
-    parts = [block.queue(part, Context(cache=cache)) for part in expert.split([3, 1, 2], dim=1)]
+    places = torch.arange(6)[None].split([3, 1, 2], dim=1)
+    contexts = [Context(cache=cache, writes=columns) for columns in places]
+    parts = [block.queue(part, ctx) for part, ctx in zip(expert.split([3, 1, 2], dim=1), contexts, strict=True)]
     assert torch.cat(parts, 1).tolist() == block.queue(expert, Context()).tolist() == [[1, 1, 2, 3, 2, 4]]
     valid = torch.tensor([[False, False, True, True, True, True]])
     assert block.queue(expert, Context(valid=valid))[0, 2:].tolist() == [1, 2, 1, 3]

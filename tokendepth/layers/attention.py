@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tokendepth.config import ModelConfig
 from tokendepth.layers.ffn import initialise_residual
+from tokendepth.layers.linear import weights_of
 from tokendepth.layers.norm import RMSNorm
 from tokendepth.layers.positions import rotated
 from tokendepth.ops.rows import ChosenRows
@@ -59,12 +60,12 @@ class Attention(nn.Module):
     # -- projections
 
     def query_weights(self) -> tuple[Tensor, Tensor | None]:
-        bias = self.qkv.bias
-        return self.qkv.weight[: self.q_out], None if bias is None else bias[: self.q_out]
+        weight, bias = weights_of(self.qkv)
+        return weight[: self.q_out], None if bias is None else bias[: self.q_out]
 
     def kv_weights(self) -> tuple[Tensor, Tensor | None]:
-        bias = self.qkv.bias
-        return self.qkv.weight[self.q_out :], None if bias is None else bias[self.q_out :]
+        weight, bias = weights_of(self.qkv)
+        return weight[self.q_out :], None if bias is None else bias[self.q_out :]
 
     def queries(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """`[..., d] -> [..., head, width]`"""

@@ -175,8 +175,10 @@ class Budget(Method):
         if ctx.targets is None:
             return {"distillation": self.distill * ctx.mean(divergence.view(logits.shape[:2]))}
         counted = (ctx.targets.flatten() >= 0).float()  # positions with a loss
-        distillation = self.distill * (divergence * counted).sum() / counted.sum()
-        return {"distillation": distillation, "full_budget": F.nll_loss(full, ctx.targets.flatten())}
+        count = counted.sum().clamp(min=1)
+        distillation = self.distill * (divergence * counted).sum() / count
+        task = F.nll_loss(full, ctx.targets.flatten(), reduction="sum") / count
+        return {"distillation": distillation, "full_budget": task}
 
     # -- what others ask
 

@@ -101,7 +101,8 @@ class EarlyExit(Method):
         logits = torch.stack([self._read(state, ctx) for state in states])
         likelihood = _log_likelihood(logits, ctx.targets)
         counted = (ctx.targets >= 0).float()  # positions with a loss
-        per_exit = -(likelihood * counted).sum((1, 2)) / counted.sum()
+        count = counted.sum().clamp(min=1)
+        per_exit = -(likelihood * counted).sum((1, 2)) / count
         # The task's loss is that of the last exit; with this it is the mean over all of them.
         losses = {"exits": per_exit.mean() - per_exit[-1]}
         if isinstance(self.exit, HaltingUnit):
@@ -110,7 +111,7 @@ class EarlyExit(Method):
             best = oracle_exit(scores, self.knobs.oracle_penalty, self.knobs.oracle_smoothing)
             halting = torch.stack([self.exit(state.detach()) for state in states[:-1]])
             cross_entropy = -exit_distribution(halting).gather(0, best[None])[0]
-            losses["halting"] = self.knobs.halting_loss * (cross_entropy * counted).sum() / counted.sum()
+            losses["halting"] = self.knobs.halting_loss * (cross_entropy * counted).sum() / count
         return MethodOutput(hidden, trace, losses, logits[-1])
 
     # -- what others ask

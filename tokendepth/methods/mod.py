@@ -120,7 +120,7 @@ def among_site(block: Block, name: str, keys: int, *, router: float = 0.0) -> Si
 
 def decision_loss(logit: Tensor, active: Tensor, ctx: Context) -> Tensor:
     """Binary cross-entropy of the decision with "was among the top k" as the target."""
-    if ctx.valid is None:
+    if ctx.valid is None and ctx.counted is None:
         return F.binary_cross_entropy_with_logits(logit, active)
     return ctx.mean(F.binary_cross_entropy_with_logits(logit, active, reduction="none"))
 

@@ -120,8 +120,7 @@ class Span(ExactBuffers, Method):
         if self.knobs.carry != "none":
             last = None if ctx.cache is None else ctx.cache.state("span update", like=update[0, 0])
             update = carry_on(update, keep, last)
-            if ctx.cache is not None:
-                ctx.cache.remember("span update", update[:, -1])
+            ctx.remember("span update", update)
         if self.training and isinstance(self.decider, Boundary):
             update = update * self.decider.confidence(score, active)[..., None].to(update.dtype)
         return update
@@ -136,7 +135,7 @@ class Span(ExactBuffers, Method):
             earlier = torch.zeros_like(count) if ctx.cache is None else ctx.cache.state("span length", like=count[0])
             columns, lengths = earlier[:, None] + active.cumsum(1) - 1, earlier + count
             if ctx.cache is not None:
-                ctx.cache.remember("span length", lengths)
+                ctx.remember("span length", columns + 1)
                 writes = torch.where(active, columns, ctx.cache.capacity)
                 ctx = replace(ctx, columns=columns.clamp(min=0), writes=writes)
             if ctx.execution == "sparse" and not blocks[0].skips_by_kernel(hidden):
@@ -202,7 +201,7 @@ class Span(ExactBuffers, Method):
         if isinstance(self.decider, Gain) and ctx.targets is not None:
             counted = (ctx.targets >= 0).float()  # elsewhere no loss is taken
             errors = (score - gain_target(self._skipping_costs(hidden, ctx))).square()
-            return {"gain": (errors * counted).sum() / counted.sum()}
+            return {"gain": (errors * counted).sum() / counted.sum().clamp(min=1)}
         return {}
 
     @torch.no_grad()

@@ -97,8 +97,7 @@ class Boundary(Decider):
         before = torch.zeros_like(k[:, 0]) if ctx.cache is None else ctx.cache.state("boundary key", like=k[0, 0])
         latest = k if ctx.valid is None else carry_on(k * ctx.valid[..., None], ~ctx.valid, before)
         previous = torch.cat([before[:, None], latest[:, :-1]], 1)
-        if ctx.cache is not None:
-            ctx.cache.remember("boundary key", latest[:, -1])
+        ctx.remember("boundary key", latest)
         p = (1 - F.cosine_similarity(q, previous, dim=-1)) / 2
         return torch.where(ctx.positions == 0, 1.0, p)
 

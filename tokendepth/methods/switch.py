@@ -74,7 +74,7 @@ class SwitchBlock(Block):
         ahead = wanted.cumsum(1)
         if ctx.cache is not None:
             ahead = ahead + ctx.cache.state(self.layer, like=ahead[0, 0])[:, None]
-            ctx.cache.remember(self.layer, ahead[:, -1])
+            ctx.remember(self.layer, ahead)
         return ahead.gather(2, expert[..., None])[..., 0]
 
     def ask(self, rows: Tensor, expert: Tensor) -> Tensor:

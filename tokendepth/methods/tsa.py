@@ -66,7 +66,7 @@ class TSA(Method):
         if ctx.execution != "soft" or not gated:  # a decision has no gradient, so no penalty either
             return MethodOutput(hidden, self.traced(keeps, ctx), {})
         work = torch.stack(keeps)
-        losses = {"depth": self.depth_penalty * _mean(work[1:], ctx.valid)}
+        losses = {"depth": self.depth_penalty * _mean(work[1:], ctx)}
         return MethodOutput(hidden, self.traced(work, ctx), losses)
 
     def _execute(
@@ -96,8 +96,8 @@ class TSA(Method):
         return [block for block in self.blocks if isinstance(block, GatedBlock)]
 
 
-def _mean(keep: Tensor, valid: Tensor | None) -> Tensor:
-    """The mean active fraction over layers, batch and time of eq. 5, padding left out."""
-    if valid is None:
+def _mean(keep: Tensor, ctx: Context) -> Tensor:
+    """The mean active fraction over layers, batch and time of eq. 5, of the tokens that losses are taken over."""
+    if ctx.valid is None and ctx.counted is None:
         return keep.mean()
-    return (keep * valid).sum() / (len(keep) * valid.sum())
+    return ctx.mean(keep).mean()

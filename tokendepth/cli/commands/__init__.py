@@ -10,6 +10,7 @@ from tokendepth.cli.commands.one import (
     Describe,
     Doctor,
     Evaluate,
+    Export,
     Generate,
     Import,
     Report,
@@ -28,6 +29,7 @@ COMMANDS: tuple[type, ...] = (
     Report,
     Generate,
     Serve,
+    Export,
     Bench,
     Doctor,
 )

@@ -113,7 +113,7 @@ class Import:
 
     def __call__(self) -> None:
         with Progress(LOADING):
-            from tokendepth.hf.importing import import_model
+            from tokendepth.importing.convert import import_model
         run = import_model(self.model, self.out, corpus=self.corpus, context=self.context, show=True)
         shape = run.config.model
         print(f"imported: {run.path} ({shape.n_layer} layers, width {shape.d_model}, context {shape.context})")
@@ -350,6 +350,26 @@ class Serve:
         limits = Limits(self.slots, self.queue, self.max_tokens, self.seconds)
         key = os.environ.get("TOKENDEPTH_API_KEY") or None
         serve(self.run, host=self.host, port=self.port, limits=limits, device=self.device, name=self.name, api_key=key)
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a finished run as a folder for Hugging Face transformers: weights, tokenizer, model card (docs/HF.md)."""
+
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+    out: tyro.conf.Positional[Path]
+    """Folder to write; an export that is there is replaced, anything else is refused."""
+
+    def __call__(self) -> None:
+        from tokendepth.runs.run import Run
+
+        run = Run.open(self.run)
+        with Progress("loading PyTorch and transformers"):
+            from tokendepth.hf.export import export
+        with Progress(f"exporting {run.path}"):
+            out = export(run, self.out)
+        print(f"{out}: load it with AutoModelForCausalLM.from_pretrained after import tokendepth.hf")
 
 
 @dataclass(frozen=True)

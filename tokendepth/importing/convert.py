@@ -10,8 +10,8 @@ from torch import Tensor
 from tokendepth import data
 from tokendepth.config import NO_CORPUS, OWN_TOKENS, DataConfig, DenseConfig, ModelConfig, RunConfig, TrainConfig
 from tokendepth.errors import UserError
-from tokendepth.hf.checkpoint import Checkpoint, read_checkpoint
-from tokendepth.hf.families import family_of, model_config, native_weights
+from tokendepth.importing.checkpoint import Checkpoint, read_checkpoint
+from tokendepth.importing.families import family_of, model_config, native_weights
 from tokendepth.methods import outline
 from tokendepth.progress import Progress
 from tokendepth.runs.files import disk_faults, json_bytes, write_bytes

@@ -1,0 +1,21 @@
+"""What the tests of tokendepth.hf share: transformers, without its progress bars, in one worker."""
+
+import pytest
+
+try:
+    import transformers
+except ModuleNotFoundError:  # the extra hf is not installed
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "tests/hf/" in item.path.as_posix():
+            item.add_marker(pytest.mark.xdist_group("transformers"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet():
+    """Its progress bars and advice are not what is tested."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

@@ -1,0 +1,137 @@
+"""DepthCache: the native cache as `generate()` wants to see one.
+
+transformers' own caches hold keys and values of every token in every layer. Here a layer may hold those of some tokens
+alone, and methods remember more than keys and values, so that theirs cannot be used.
+
+What transformers calls a cache's length counts columns of its batches, padding included; the native cache gives padding
+no room. This class counts the columns and remembers which of them were padding.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from tokendepth.cache import KVCache
+from tokendepth.errors import UserError
+from tokendepth.model import LanguageModel
+from tokendepth.trace import DepthTotals, DepthTrace, add_up
+
+SMALLEST = 64
+"""Tokens that a growing cache has room for at first."""
+
+
+class DepthCache(Cache):
+    def __init__(self, model: LanguageModel, capacity: int | None = None, *, croppable: bool = False) -> None:
+        """`capacity`: shapes of that many tokens from the beginning, for a static cache; None: it grows.
+
+        `croppable`: keeps what `crop` may have to go back to, for assisted decoding.
+        """
+        super().__init__(layers=[])
+        self.capacity, self.croppable = capacity, croppable
+        self.native: KVCache | None = None
+        """Made when the first batch comes and it is known how many sequences there are."""
+        self._like, self._layers = model.norm.weight.detach(), model.method.cache_layers
+        self._config = model.config
+        self._padding: list[Tensor] = []
+        """`[batch, columns]` of every pass, True at padding."""
+        self._columns = 0
+        self.traces: list[DepthTrace] = []
+        """Where depth went in each pass that was asked for it (`output_depth`)."""
+
+    def room_for(self, batch: int, new: int) -> KVCache:
+        """The native cache, with room for `new` tokens more in each of `batch` sequences, up to the context."""
+        context, wanted = self._config.context, (0 if self.native is None else self.native.longest) + new
+        if self.native is None:
+            capacity = self.capacity or min(context, max(SMALLEST, wanted))
+            self.native = KVCache(
+                self._config, batch, capacity, layers=self._layers, like=self._like,
+                fixed=self.capacity is not None, croppable=self.croppable,
+            )  # fmt: skip
+        if self.native.batch != batch:
+            raise UserError(f"the cache holds {self.native.batch} sequences, {batch} were given; begin a new cache")
+        if self.capacity is None and wanted > self.native.capacity:
+            self.native.reserve(min(context, max(2 * self.native.capacity, wanted)))
+        return self.native
+
+    def new_columns(self, valid: Tensor | None, batch: int, time: int) -> None:
+        """Called after each pass of `time` columns, of which `valid` are no padding."""
+        there = torch.zeros(batch, time, dtype=torch.bool) if valid is None else ~valid
+        self._padding.append(there)
+        self._columns += time
+
+    def spent(self) -> DepthTotals:
+        """What the passes cost whose depth was asked for."""
+        if not self.traces:
+            raise UserError("no pass was asked where its depth went; call the model with output_depth=True")
+        return add_up([trace.totals() for trace in self.traces])
+
+    # -- what transformers asks
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1 if self.capacity is None else self.capacity
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._columns + query_length, 0
+
+    def reset(self) -> None:
+        if self.native is not None:
+            self.native.free(range(self.native.batch))
+        self._padding, self._columns, self.traces = [], 0, []
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.native is not None:
+            self.native.select(indices.tolist())
+        self._padding = [part[indices.to(part.device)] for part in self._padding]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.native is not None:
+            self.batch_select_indices(torch.arange(self.native.batch).repeat_interleave(repeats))
+
+    def activate_past_recording(self) -> None:
+        if self.native is None:
+            self.croppable = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last columns; a negative number, as transformers has it: -2 forgets two."""
+        if tokens_to_remove > 0:
+            raise UserError(f"crop was given {tokens_to_remove}; expected minus the number of tokens to forget")
+        if tokens_to_remove == 0 or self.native is None:
+            return
+        left = max(0, self._columns + tokens_to_remove)
+        padding = torch.cat([part.to(self._like.device) for part in self._padding], 1)
+        self.native.crop((~padding[:, left:]).sum(1))
+        self._padding, self._columns = [padding[:, :left]], left
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.native is None else self.native.batch
+
+    max_batch_size = batch_size
+
+    @property
+    def is_compileable(self) -> bool:
+        """The native cache counts on the host how many tokens there are at most: `generate()` runs it uncompiled."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.native is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.croppable
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False]
+
+    def __len__(self) -> int:
+        return self._layers

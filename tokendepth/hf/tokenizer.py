@@ -1,0 +1,68 @@
+"""The tokenizer of a run as transformers loads one, with the same ids for the same text."""
+
+import json
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tokendepth.data.bpe import BYTE_OF
+from tokendepth.data.tokenizer import SPECIALS
+from tokendepth.data.tokenizer import Tokenizer as NativeTokenizer
+
+PADDING = "<|pad|>"
+"""Where a tokenizer has nothing to pad with: a token behind the model's vocabulary, which no text becomes."""
+
+
+def fast_tokenizer(native: NativeTokenizer, context: int) -> PreTrainedTokenizerFast:
+    tree = native.to_dict()
+    make = {"char": _characters, "byte": _bytes, "symbol": _symbols, "bpe": _bpe}[native.kind]
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=make(native, tree),
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",  # a prompt ends where it is to be continued
+        **_special_tokens(native, tree),
+    )
+    if made.pad_token is None:
+        made.add_special_tokens({"pad_token": PADDING})
+    return made
+
+
+def _characters(native: NativeTokenizer, tree: dict[str, Any]) -> Tokenizer:
+    # A word is one character; one that has no id is an error, as it is in the run.
+    made = Tokenizer(models.WordLevel({char: token for token, char in enumerate(tree["chars"])}))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    return made
+
+
+def _bytes(native: NativeTokenizer, tree: dict[str, Any]) -> Tokenizer:
+    made = Tokenizer(models.BPE(dict(BYTE_OF), []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _symbols(native: NativeTokenizer, tree: dict[str, Any]) -> Tokenizer:
+    spellings = [spelling.decode() for spelling in native.spellings()]
+    made = Tokenizer(models.WordLevel({spelling: token for token, spelling in enumerate(spellings)}))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("|".join((*SPECIALS, r"[\s\S]"))), "isolated")
+    made.decoder = decoders.Fuse()
+    return made
+
+
+def _bpe(native: NativeTokenizer, tree: dict[str, Any]) -> Tokenizer:
+    """The run's tokenizer.json, as the run reads it: no text is cut, no id is random, no token is put around a text."""
+    tree = {**tree["tokenizer"], "truncation": None, "padding": None}
+    tree["model"] = {**tree["model"], **({"dropout": None} if "dropout" in tree["model"] else {})}
+    made = Tokenizer.from_str(json.dumps(tree))
+    if made.num_special_tokens_to_add(is_pair=False):
+        made = Tokenizer.from_str(json.dumps({**tree, "post_processor": None}))
+    return made
+
+
+def _special_tokens(native: NativeTokenizer, tree: dict[str, Any]) -> dict[str, str]:
+    if native.kind == "symbol":
+        return {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "sep_token": "<sep>"}
+    return {}
