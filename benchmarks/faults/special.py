@@ -64,6 +64,8 @@ def special_files(folder: Path, count: int, tell: Tell) -> Outcome:
     for kind in list(SPECIAL)[:count]:
         with outcome.attempt(f"train, {LOCK}, {kind}"):
             _lock(folder / f"lock-{kind}", kind, outcome)
+        with outcome.attempt(f"{kind} in the place of a run"):
+            _whole_run(folder / f"run-{kind}", kind, outcome)
     grown = memory("VmHWM") - before
     outcome.check(grown <= MOST_MEMORY, f"memory grew by {grown} bytes")
     outcome.figures |= {"slowest, s of CPU": round(slowest, 4), "memory grew by at most, bytes": grown}
@@ -90,3 +92,13 @@ def _lock(folder: Path, kind: str, outcome: Outcome) -> None:
     outcome.check(os.path.samestat(before, os.lstat(run.path / LOCK)), f"{LOCK}, {kind}: is gone")
     outcome.said([answer.refusal or ""], folder)
     shutil.rmtree(folder)
+
+
+def _whole_run(folder: Path, kind: str, outcome: Outcome) -> None:
+    config, place = subject(folder, steps=1), folder / "run"
+    SPECIAL[kind](place)
+    for words in (["evaluate", place], ["generate", place], ["report", place], train_words(config, place)):
+        answer = called(*words, patience=PATIENCE_S)
+        new = (words[0], kind) == ("train", "folder")  # an empty one is where a run may begin
+        outcome.check(new or bool(answer.refusal), f"{words[0]} {kind}: {answer.code}, {answer.err[-300:]}")
+        outcome.said([answer.refusal] if answer.refusal else [], folder)

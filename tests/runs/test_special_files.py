@@ -4,21 +4,24 @@ RELIABILITY 25.
 """
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.faults.outcome import limit
 from tests.report.fakes import tsa_evaluation
 from tests.runs.samples import CONFIG, resumed, stopped_after_two
 from tests.special import SPECIAL, at_once, replaced
-from tests.tiny import one_line
+from tests.tiny import one_line, tiny
 from tokendepth.data import tokenizer_from_dict
 from tokendepth.errors import UserError
 from tokendepth.report import markdown_table, rows
 from tokendepth.runs.files import MANIFEST, write_json
 from tokendepth.runs.metrics import METRICS
 from tokendepth.runs.run import SMALL_FILES, Run
+from tokendepth.training.loop import train
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,16 @@ def test_something_else_in_the_place_of_the_checkpoints_is_named(kind, tmp_path)
     with at_once(), pytest.raises(UserError) as raised:
         run.save_checkpoint(3, {"w": np.ones(3)})
     assert str(run.checkpoints) in one_line(raised.value)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind != "folder"])
+def test_something_else_in_the_place_of_the_run_is_refused(kind, tmp_path):
+    place = tmp_path / "run"
+    SPECIAL[kind](place)
+    for read in (Run.open, partial(train, tiny(tmp_path), resume=True, show=False)):
+        with limit(60), pytest.raises(UserError) as raised:
+            read(place)
+        assert str(place) in one_line(raised.value)
 
 
 @pytest.mark.parametrize("kind", SPECIAL)

@@ -120,7 +120,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name
+        return os.path.basename(os.path.realpath(self.path))  # a link that leads to itself is no error of Path's
 
     @property
     def checkpoints(self) -> Path:
