@@ -189,6 +189,14 @@ def method_problems(path: str, source: str) -> list[str]:
     return problems
 
 
+def hf_problems(path: str, source: str) -> list[str]:
+    """Who does not use transformers need not have it: nobody imports hf/ before a command or a function needs it."""
+    if unit_of(path) == "hf":
+        return []
+    names = imports(path, source, module_level=True)
+    return [f"{path} imports {name} at module level" for name in names if name.split(".")[:2] == ["tokendepth", "hf"]]
+
+
 def size_problems(path: str, text: str) -> list[str]:
     lines = len(text.splitlines())
     return [f"{path} has {lines} lines; the cap is {LONGEST_FILE}"] if lines > LONGEST_FILE else []
@@ -263,7 +271,7 @@ def tree_problems(readme: str, files: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "rule", [direction_problems, torch_problems, confinement_problems, pickle_problems, method_problems]
+    "rule", [direction_problems, torch_problems, confinement_problems, hf_problems, pickle_problems, method_problems]
 )
 def test_source_keeps_the_rule(rule, sources):
     problems = [problem for path, source in sources.items() for problem in rule(path, source)]
@@ -322,6 +330,8 @@ def test_the_documented_tree_equals_the_tracked_files(files):
         (confinement_problems, "config.py", "import tyro"),
         (confinement_problems, "data/tokenizer.py", "import tokenizers"),
         (confinement_problems, "train/sweep.py", "def f():\n    import ray"),
+        (hf_problems, "api.py", "from tokendepth.hf.export import export"),
+        (hf_problems, "cli/main.py", "import tokendepth.hf"),
         (method_problems, "measure/evaluate.py", "if isinstance(model.method, EarlyExit): pass"),
         (method_problems, "report/page.py", "isinstance(config.method, (BudgetConfig,))"),
         (size_problems, "model.py", "x\n" * (LONGEST_FILE + 1)),
@@ -354,6 +364,8 @@ def test_rule_finds_the_offender(rule, path, source):
         (direction_problems, "methods/tsa.py", "from tokendepth.model import Block\nfrom . import base"),
         (torch_problems, "trace.py", "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch"),
         (confinement_problems, "ops/rows/kernel.py", "import triton"),
+        (hf_problems, "api.py", "def export():\n    from tokendepth.hf import export"),
+        (hf_problems, "hf/export.py", "from tokendepth.hf import cache"),
         (method_problems, "methods/switch.py", "isinstance(block, SwitchConfig)"),
         (method_problems, "measure/evaluate.py", "isinstance(value, Tensor)"),
         (size_problems, "model.py", "x\n" * LONGEST_FILE),

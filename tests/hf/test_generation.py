@@ -98,6 +98,30 @@ def test_a_conversation_goes_on_from_its_cache(case):
         assert torch.equal(second[0], greedy(native, turn[0], 3))
 
 
+@pytest.mark.parametrize("case", ["span", "switch", "mod modern"])
+@torch.no_grad()
+def test_columns_are_taken_back_padding_and_all(case):
+    """As many tokens of each sequence as stood in those columns."""
+    native, model = pair(case)
+    cache, ids = model.new_cache(croppable=True), tokens(2, 12, seed=8)
+    first = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    second = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    model(ids[:, :6], attention_mask=first, past_key_values=cache)
+    model(ids[:, 6:9], attention_mask=second, past_key_values=cache)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 7
+    assert cache.native.lengths.tolist() == [5, 7]
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    cache.crop(-3)
+    assert cache.native.lengths.tolist() == [4, 2]
+    out = model(ids[:, 9:], past_key_values=cache).logits
+    for row, tokens_left in ((0, ids[1, :4]), (1, ids[0, 2:4])):
+        whole = native(torch.cat([tokens_left, ids[row, 9:]])[None], execution="sparse").logits[0, -3:]
+        assert float((out[row] - whole).abs().max()) <= 1e-5 * float(whole.abs().max())
+    cache.reset()
+    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=model.new_cache()).logits)
+
+
 def test_what_generation_spent_is_told_where_it_is_asked_for():
     native, model = pair("tsa")
     prompt = tokens(1, PROMPT, seed=3)

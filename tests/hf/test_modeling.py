@@ -113,6 +113,17 @@ def test_weights_that_do_not_fit_are_refused(change, said, tmp_path):
         assert str(tmp_path) in str(error.value)
 
 
+def test_another_execution_is_asked_for_when_it_is_loaded_or_later(tmp_path):
+    native, model = pair("tsa")
+    model.save_pretrained(tmp_path)
+    loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path, execution="soft"), tokens(2)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, native(ids, execution="soft").logits)
+    loaded.config.execution = "fast"
+    with pytest.raises(UserError, match=r"config\.execution is 'fast'; expected one of soft, hard, sparse"):
+        loaded(ids)
+
+
 def test_quantised_weights_are_refused(tmp_path):
     pair("dense")[1].save_pretrained(tmp_path)
     with pytest.raises(UserError, match="quantization_config is given"):

@@ -32,9 +32,9 @@ class DepthCache(Cache):
         """Made when the first batch comes and it is known how many sequences there are."""
         self._like, self._layers = model.norm.weight.detach(), model.method.cache_layers
         self._config = model.config
-        self._padding: list[Tensor] = []
-        """`[batch, columns]` of every pass, True at padding."""
         self._columns = 0
+        self._padding: list[tuple[int, Tensor]] = []
+        """Of every pass that had padding: its first column, and `[batch, time]`, True at padding."""
         self.traces: list[DepthTrace] = []
         """Where depth went in each pass that was asked for it (`output_depth`)."""
 
@@ -53,10 +53,10 @@ class DepthCache(Cache):
             self.native.reserve(min(context, max(2 * self.native.capacity, wanted)))
         return self.native
 
-    def new_columns(self, valid: Tensor | None, batch: int, time: int) -> None:
-        """Called after each pass of `time` columns, of which `valid` are no padding."""
-        there = torch.zeros(batch, time, dtype=torch.bool) if valid is None else ~valid
-        self._padding.append(there)
+    def advance(self, time: int, valid: Tensor | None) -> None:
+        """Called after each pass of `time` columns, of which `valid` are no padding; None: all."""
+        if valid is not None:
+            self._padding.append((self._columns, ~valid))
         self._columns += time
 
     def spent(self) -> DepthTotals:
@@ -89,7 +89,7 @@ class DepthCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.native is not None:
             self.native.select(indices.tolist())
-        self._padding = [part[indices.to(part.device)] for part in self._padding]
+        self._padding = [(start, padding[indices.to(padding.device)]) for start, padding in self._padding]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.native is not None:
@@ -106,9 +106,12 @@ class DepthCache(Cache):
         if tokens_to_remove == 0 or self.native is None:
             return
         left = max(0, self._columns + tokens_to_remove)
-        padding = torch.cat([part.to(self._like.device) for part in self._padding], 1)
-        self.native.crop((~padding[:, left:]).sum(1))
-        self._padding, self._columns = [padding[:, :left]], left
+        gone: int | Tensor = self._columns - left
+        for start, padding in self._padding:
+            gone = gone - padding[:, max(0, left - start) :].sum(1)
+        self.native.crop(gone)
+        self._padding = [(start, padding[:, : left - start]) for start, padding in self._padding if start < left]
+        self._columns = left
 
     @property
     def batch_size(self) -> int:

@@ -25,7 +25,7 @@ from tokendepth.layers.positions import RotaryPositions, rotary_frequencies
 from tokendepth.measure.calibrate import calibrate_on
 from tokendepth.methods import build
 from tokendepth.model import Block, Output
-from tokendepth.trace import DepthTrace
+from tokendepth.trace import EXECUTIONS, DepthTrace, Execution
 
 THIN_FILE = '''"""{what} of a tokendepth model: the package is what defines it."""
 
@@ -119,13 +119,13 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
             targets = targets.masked_fill(~valid, NO_LOSS)
         out = self.model(
             input_ids,
-            execution="soft" if self.training else self.config.execution,
+            execution=self._execution(),
             cache=None if cache is None else cache.room_for(batch, time),
             valid=valid,
             **self._loss_arguments(targets),
         )
         if cache is not None:
-            cache.new_columns(valid, batch, time)
+            cache.advance(time, valid)
             if output_depth:
                 cache.traces.append(out.trace)
         loss, aux_loss = (None, None) if targets is None else self._losses(out, targets, num_items_in_batch)
@@ -137,6 +137,12 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
             aux_loss=aux_loss,
             depth=out.trace if output_depth else None,
         )
+
+    def _execution(self) -> Execution:
+        wanted = self.config.execution
+        if wanted not in EXECUTIONS:
+            raise UserError(f"config.execution is {wanted!r}; expected one of {', '.join(EXECUTIONS)}")
+        return "soft" if self.training else wanted
 
     def _check(self, ids: Tensor, valid: Tensor | None, cache: object) -> None:
         if cache is not None and not isinstance(cache, DepthCache):
