@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -6,9 +8,11 @@ from hypothesis import strategies as st
 from tokendepth.config import DataConfig
 from tokendepth.data import load
 from tokendepth.data.build import byte_stream, char_stream
+from tokendepth.data.dataset import NO_LOSS
 from tokendepth.data.source import Source
 from tokendepth.data.store import in_memory
 from tokendepth.data.text import SHORTEST_CORPUS
+from tokendepth.data.tokenizer import ByteTokenizer
 from tokendepth.errors import UserError
 
 
@@ -21,6 +25,27 @@ def counting(length):
     """A corpus in which a token's value tells its place."""
     assert length <= 256
     return dataset(bytes(range(length)))
+
+
+class Beginning(ByteTokenizer):
+    """Of texts that begin with two tokens of their own."""
+
+    begins = (7, 9)
+
+
+@given(st.binary(min_size=SHORTEST_CORPUS, max_size=300), st.integers(3, 40), st.integers(1, 5))
+def test_every_window_begins_as_texts_do_and_every_token_is_a_target_once(content, context, batch):
+    data = replace(dataset(content), tokenizer=Beginning())
+    ids, wanted = data.split_ids("train"), []
+    for inputs, targets in data.windows("train", context, batch):
+        assert inputs.shape == targets.shape
+        assert inputs.shape[0] <= batch
+        assert inputs.shape[1] <= context
+        assert (inputs[:, :2] == [7, 9]).all()
+        assert (targets[:, :2] == NO_LOSS).all()
+        np.testing.assert_array_equal(inputs[:, 3:], targets[:, 2:-1])
+        wanted += targets[:, 2:].flatten().tolist()
+    assert wanted == ids[1:].tolist()
 
 
 # --- splits -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A model folder becomes a finished run, or is refused in one line; without transformers."""
 
+import errno
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from tokendepth.importing.convert import import_model
 from tokendepth.measure.describe import describe
 from tokendepth.measure.evaluate import batches
 from tokendepth.report import build
+from tokendepth.runs import run as run_module
 
 
 @pytest.fixture(scope="module")
@@ -423,6 +425,20 @@ def test_a_folder_that_is_taken_is_left_alone(llama, tmp_path):
     with pytest.raises(td.UserError, match="is there already; name a new folder"):
         import_model(llama, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=["full disk", "Ctrl-C"])
+def test_what_is_not_written_whole_is_not_there(error, llama, tmp_path, monkeypatch):
+    def stopped(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "replace_bytes", stopped)  # of the weights, after the small files
+        with pytest.raises((td.UserError, KeyboardInterrupt)):
+            import_model(llama, tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").mkdir()
+    assert import_model(llama, tmp_path / "run").finished, "into an empty folder"
 
 
 def test_a_missing_extra_is_named(tmp_path, monkeypatch):

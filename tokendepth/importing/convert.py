@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from tokendepth.importing.checkpoint import Checkpoint, read_checkpoint
 from tokendepth.importing.families import family_of, model_config, native_weights
 from tokendepth.methods import outline
 from tokendepth.progress import Progress
-from tokendepth.runs.files import disk_faults, json_bytes, write_bytes
+from tokendepth.runs.files import disk_faults, json_bytes, rename, write_bytes
 from tokendepth.runs.machine import environment, memory_bytes
 from tokendepth.runs.run import Run
 
@@ -55,12 +56,26 @@ def import_model(
     facts = {**environment(torch.device("cpu")), "imported_from": found.name, "imported_sha256": found.sha256}
     if corpus is not None:
         facts["corpus_sha256"] = data.load(config.data, found.tokenizer).fingerprint
-    run = Run.create(out, config, resume=False)
-    with Progress(f"writing {out}", show=show), disk_faults(out):
-        write_bytes(run.path / "env.json", json_bytes(facts))
-        write_bytes(run.path / "tokenizer.json", json_bytes(found.tokenizer.to_dict()))
+    files = {"env.json": json_bytes(facts), "tokenizer.json": json_bytes(found.tokenizer.to_dict())}
+    with Progress(f"writing {out}", show=show):
+        _write(out, config, files, weights)
+    return Run.open(out)
+
+
+def _write(out: Path, config: RunConfig, files: dict[str, bytes], weights: dict[str, Tensor]) -> None:
+    """The whole run folder, or none: it gets its name last."""
+    whole = Path(os.path.abspath(out))
+    part = whole.with_name(f".tmp-{whole.name}-{os.getpid()}")
+    try:
+        run = Run.create(part, config, resume=False)
+        for name, content in files.items():
+            write_bytes(run.path / name, content)
         run.finish({name: weight.numpy() for name, weight in weights.items()})
-    return run
+        with disk_faults(out):
+            rename(part, whole)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def _check_tokenizer(found: Checkpoint, shape: ModelConfig) -> None:
