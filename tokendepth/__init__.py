@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokendepth.api import Generation, build, compile, evaluate, generate, load, train
+    from tokendepth.api import Generation, build, compile, evaluate, generate, load, retrofit, train
     from tokendepth.config import RunConfig
     from tokendepth.errors import UserError
     from tokendepth.infer.text_model import TextModel
@@ -37,6 +37,7 @@ __all__ = [
     "generate",
     "load",
     "recipe",
+    "retrofit",
     "train",
 ]
 

@@ -3,21 +3,24 @@
 Their examples are run by a test, one after the other, as they stand in `tokendepth.__all__`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tokendepth import data, methods
 from tokendepth.config import RunConfig
 from tokendepth.data.dataset import Split
+from tokendepth.errors import UserError
 from tokendepth.infer import generate as generating
 from tokendepth.infer.compile import compiled
 from tokendepth.infer.text_model import TextModel
 from tokendepth.measure import evaluate as evaluating
 from tokendepth.model import LanguageModel
+from tokendepth.runs.files import read_json
 from tokendepth.runs.run import Run
 from tokendepth.trace import Execution
-from tokendepth.training import loop
+from tokendepth.training import loop, retrofit_plan
+from tokendepth.training.progress import console
 
 AnyModel = TypeVar("AnyModel", LanguageModel, TextModel)
 
@@ -46,6 +49,41 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: boo
     >>> run.finished
     True
     """
+    return loop.train(config, out, resume=resume, show=show)
+
+
+def retrofit(
+    model: Run | str | Path,
+    out: str | Path,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    show: bool = True,
+    **wish: Any,
+) -> Run:
+    """Put routers into a finished dense model and train them, to execute `budget` of its blocks' FLOPs.
+
+    `model` is a run, a Hugging Face folder or a GGUF file. Keywords, all with defaults: `corpus` (as a recipe names
+    it), `budget` (0.85), `method` (span, budget; dense and drop are controls), `router` (kl, loss, straight or dice of
+    span; update, straight or dice of budget), `begin` and `length` of the span, `choose` (alike or loss), `drop`,
+    `trains` (all, lora or routers), `rank`, `distill` and `context`. `changes` sets anything else by its dotted name,
+    as in `recipe`. The result is an ordinary run; it needs the model until it is finished.
+
+    >>> dense = td.recipe("demo.dense", {"data.corpus": "text:corpus.txt", "train.steps": 2})
+    >>> run = td.train(dense, "runs/dense", show=False)
+    >>> small = td.retrofit(run, "runs/small", budget=0.8, changes={"train.steps": 2}, show=False)
+    >>> small.config.method.budget < 1
+    True
+    """
+    try:
+        wished = retrofit_plan.Wish(**wish)
+    except TypeError as error:
+        raise UserError(f"td.retrofit: {error}; see its documentation") from None
+    base = _dense_run(model, Path(out))
+    begun = retrofit_plan.begun_in(out) if resume else None
+    config = retrofit_plan.plan(base, wished, changes, begun=begun, show=show)
+    if show:
+        console.print(retrofit_plan.in_words(config, base.config), markup=False, soft_wrap=True)
     return loop.train(config, out, resume=resume, show=show)
 
 
@@ -153,6 +191,21 @@ def compile(model: AnyModel) -> AnyModel:
     if isinstance(model, TextModel):
         return TextModel(compiled(model.network), model.tokenizer)
     return compiled(model)
+
+
+def _dense_run(model: Run | str | Path, out: Path) -> Run:
+    """The run that `model` is; a Hugging Face folder or a GGUF file becomes one, in a folder beside `out`."""
+    path = Path(_path(model))
+    config = path / "config.json"
+    foreign = path.is_file() or (config.is_file() and "model_type" in read_json(config))
+    if not foreign:
+        return Run.open(path)
+    try:
+        from tokendepth.hf.importing import import_model  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        raise UserError(f"{path} is not a tokendepth run; this version retrofits those of tokendepth train") from None
+    imported = out.with_name(f"{out.name}-base")
+    return Run.open(imported) if Run(imported).finished else import_model(path, imported)
 
 
 def _path(run: Run | str | Path) -> str | Path:

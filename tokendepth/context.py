@@ -37,6 +37,8 @@ class Context:
     """`[routed site]`, or `[routed site, batch, time]`: taken instead of the routers' own."""
     targets: Tensor | None = None
     """`[batch, time]` next tokens while training, for methods with losses of their own on what they predict."""
+    teacher: Tensor | None = None
+    """`[batch, time, vocabulary]` logits of the model that this one is to be like, while training with a teacher."""
     readout: Callable[[Tensor], Tensor] | None = None
     """Hidden states to logits: final norm and head."""
     layer: int | None = None

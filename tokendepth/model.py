@@ -191,6 +191,7 @@ class LanguageModel(nn.Module):
         decisions: Tensor | None = None,
         targets: Tensor | None = None,
         thresholds: Tensor | None = None,
+        teacher: Tensor | None = None,
     ) -> Output:
         """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the others as of `Context`."""
         assert thresholds is None or self.method.decides_by_threshold
@@ -198,7 +199,7 @@ class LanguageModel(nn.Module):
         time = ids.shape[1]
         needed = self._needed(time, cache, valid)
         ctx, positions = self._context(time, ids.device, execution, cache, valid, needed)
-        ctx = replace(ctx, ids=ids, decisions=decisions, targets=targets, given_thresholds=thresholds)
+        ctx = replace(ctx, ids=ids, decisions=decisions, targets=targets, given_thresholds=thresholds, teacher=teacher)
         found = self.method(self.embedded(ids, positions), ctx)
         if cache is not None:
             cache.advance(time, valid, needed)

@@ -20,6 +20,7 @@ import numpy as np
 from tokendepth.data.bpe import TRAINING_BYTES, BPETokenizer, train_bpe
 from tokendepth.data.source import Source, cut, reading, texts
 from tokendepth.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from tokendepth.errors import UserError
 
 SLOW_BAR_FROM = 2_000_000  # bytes; BPE takes about a second for them
 
@@ -58,7 +59,10 @@ def byte_stream(source: Source, fingerprint: str, train_and_val: Ends | None = N
     return TokenStream(source.name, fingerprint, ByteTokenizer(), ids, length)
 
 
-def char_stream(source: Source, fingerprint: str, train_and_val: Ends | None = None) -> TokenStream:
+def char_stream(
+    source: Source, fingerprint: str, train_and_val: Ends | None = None, tokenizer: CharTokenizer | None = None
+) -> TokenStream:
+    """With the text's own characters, or with those of a tokenizer, which has to have them all."""
     # A table over all of Unicode finds the vocabulary in one pass, without sorting the text.
     present, length = np.zeros(0x110000, bool), 0
     with reading(source, f"reading {source.name}") as pieces:
@@ -66,7 +70,17 @@ def char_stream(source: Source, fingerprint: str, train_and_val: Ends | None = N
         for text in texts(pieces, source.name):
             present[_code_points(text)] = True
             length += len(text)
-    tokenizer = CharTokenizer("".join(map(chr, np.flatnonzero(present))))
+    chars = "".join(map(chr, np.flatnonzero(present)))
+    if tokenizer is not None:
+        if other := sorted(set(chars) - set(tokenizer.chars)):
+            raise UserError(
+                f"{source.name} has the character {other[0]!r}, which is none of the tokenizer's "
+                f"{tokenizer.vocab_size}; leave it out, or take other text"
+            )
+        fingerprint = hashlib.sha256(f"{fingerprint} {tokenizer.chars}".encode()).hexdigest()
+        present[:] = False
+        present[_code_points(tokenizer.chars)] = True
+    tokenizer = tokenizer or CharTokenizer(chars)
     id_of = (np.cumsum(present, dtype=np.int32) - 1).astype(tokenizer.dtype)
     ends = train_and_val or _tenths(length)
 

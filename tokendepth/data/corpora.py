@@ -19,7 +19,7 @@ from tokendepth.data.source import Source, read_pieces
 from tokendepth.data.store import keep_tokens, load_tokens
 from tokendepth.data.synthetic import SyntheticDataset
 from tokendepth.data.text import TextDataset
-from tokendepth.data.tokenizer import ByteTokenizer, SymbolTokenizer
+from tokendepth.data.tokenizer import ByteTokenizer, CharTokenizer, SymbolTokenizer, tokenizer_from_dict
 from tokendepth.errors import UserError
 from tokendepth.runs.files import open_regular, read_bytes
 
@@ -65,11 +65,13 @@ def _tokens(config: DataConfig) -> tuple[str, Callable[..., TokenStream]]:
         return "byte", byte_stream
     if config.tokens == "char":
         return "char", char_stream
-    tokenizers_library()  # before anything is read
     if config.token_kind == "bpe":
+        tokenizers_library()  # before anything is read
         return f"bpe-{config.bpe_size}", functools.partial(bpe_stream, bpe=config.bpe_size)
     tokenizer, sha256 = read_tokenizer(config.tokens)
-    return f"tokenizer-{sha256}", functools.partial(bpe_stream, bpe=tokenizer)
+    if isinstance(tokenizer, BPETokenizer):
+        return f"tokenizer-{sha256}", functools.partial(bpe_stream, bpe=tokenizer)
+    return f"tokenizer-{sha256}", functools.partial(char_stream, tokenizer=tokenizer)
 
 
 def vocab_size(config: DataConfig) -> int:
@@ -145,18 +147,23 @@ def _text_file(corpus: str) -> Source:
     return Source(corpus, size, pieces)
 
 
-def read_tokenizer(tokens: str) -> tuple[BPETokenizer, str]:
-    """The tokenizer that tokenizer:PATH names, and the SHA-256 of its file."""
+def read_tokenizer(tokens: str) -> tuple[BPETokenizer | CharTokenizer, str]:
+    """The tokenizer that tokenizer:PATH names, of Hugging Face or of a run, and the SHA-256 of its file."""
     path = Path(os.path.expanduser(tokens.removeprefix("tokenizer:")))
     said, a_file = f"data.tokens is {tokens!r}", "give the path of a tokenizer.json as tokenizer:PATH"
-    tokenizers_library()
     size = _regular_file(path, said, a_file)
     if size > LARGEST_TOKENIZER:
         raise UserError(f"{said}: {size:,} bytes, too many for a tokenizer; {a_file}")
     with _file_faults(said, a_file):
         content = read_bytes(path, LARGEST_TOKENIZER)
     try:
-        tokenizer = BPETokenizer.from_tree(json.loads(content))
+        tree = json.loads(content)
+        of_a_run = isinstance(tree, dict) and "kind" in tree
+        if not of_a_run:
+            tokenizers_library()
+        tokenizer = tokenizer_from_dict(tree) if of_a_run else BPETokenizer.from_tree(tree)
+        if not isinstance(tokenizer, BPETokenizer | CharTokenizer):
+            raise UserError(f"it is of {tokenizer.kind} tokens, which need no file")
     except UserError as error:
         raise UserError(f"{said}: {error}; {a_file}") from None
     except (ValueError, RecursionError) as error:

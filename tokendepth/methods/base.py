@@ -47,6 +47,8 @@ class Method(nn.Module):
     """Whether its routed sites are one decision: of what is given for each of them, the first is taken."""
     skips_on_device = False
     """Whether sparse execution asks nothing of the host where kernels serve."""
+    wants_teacher = False
+    """Whether its losses compare with a teacher's logits where there is one."""
     batch_statistic: str | None = None
     """What training takes over a micro-batch as a whole: then its gradient depends on accumulation and ranks."""
     controls: Mapping[str, Mapping[str, Any]] = {}
@@ -76,6 +78,9 @@ class Method(nn.Module):
 
     def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
         """What each token adds to a text, for a method that decides by it: told before training, kept as a buffer."""
+
+    def set_progress(self, done: float) -> None:
+        """Before each training step: which part of the steps is done. For a method that changes as it is trained."""
 
     # -- operating points
 
@@ -126,6 +131,17 @@ def balance_and_z(logits: Tensor, choice: Tensor, ctx: Context) -> tuple[Tensor,
     share = ctx.mean(F.one_hot(choice, n).float().movedim(-1, 0))
     balance = n * (share * ctx.mean(logits.softmax(-1).movedim(-1, 0))).sum()
     return balance, ctx.mean(logits.logsumexp(-1).square())
+
+
+def divergence(told: Tensor, logits: Tensor) -> Tensor:
+    """KL(told || logits) of each token, in nats, for logits `[..., vocabulary]`."""
+    told, own = (F.log_softmax(x.float(), dim=-1) for x in (told, logits))
+    return F.kl_div(own, told, log_target=True, reduction="none").sum(-1)
+
+
+def annealed(done: float, anneal: float) -> float:
+    """How far a budget has fallen from 1 to its value, from 0 to 1, when `done` of the training is."""
+    return min(1.0, done / anneal) if anneal else 1.0
 
 
 def everyone(hidden: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ Imports are inside the commands, so that `tokendepth --help` does not load torch
 
 from tokendepth.cli.commands.many import Bench, Sweep
 from tokendepth.cli.commands.one import Calibrate, Demo, Describe, Doctor, Evaluate, Generate, Report, Train
+from tokendepth.cli.commands.retrofit import Retrofit
 
 COMMANDS: tuple[type, ...] = (
     Demo,
     Train,
+    Retrofit,
     Evaluate,
     Calibrate,
     Sweep,
