@@ -5,7 +5,7 @@ Their examples are run by a test, one after the other, as they stand in `tokende
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from tokendepth import data, methods
 from tokendepth.config import RunConfig
@@ -21,6 +21,7 @@ from tokendepth.runs.run import Run
 from tokendepth.trace import Execution
 from tokendepth.training import loop, retrofit_plan
 from tokendepth.training.progress import console
+from tokendepth.training.retrofit_wish import Choice, RetrofitMethod, RouterChoice, Wish
 
 AnyModel = TypeVar("AnyModel", LanguageModel, TextModel)
 
@@ -56,18 +57,28 @@ def retrofit(
     model: Run | str | Path,
     out: str | Path,
     *,
+    corpus: str | None = None,
+    budget: float = 0.85,
+    method: RetrofitMethod = "span",
+    router: RouterChoice | None = None,
+    begin: int | None = None,
+    length: int | None = None,
+    choose: Choice = "alike",
+    drop: int | None = None,
+    trains: Literal["all", "lora", "routers"] = "all",
+    rank: int = 8,
+    distill: float = 0.5,
+    context: int | None = None,
     changes: Mapping[str, Any] | None = None,
     resume: bool = False,
     show: bool = True,
-    **wish: Any,
 ) -> Run:
-    """Put routers into a finished dense model and train them, to execute `budget` of its blocks' FLOPs.
+    """Put routers into a finished dense model and train it, to execute `budget` of its blocks' FLOPs.
 
-    `model` is a run, a Hugging Face folder or a GGUF file. Keywords, all with defaults: `corpus` (as a recipe names
-    it), `budget` (0.85), `method` (span, budget; dense and drop are controls), `router` (kl, loss, straight or dice of
-    span; update, straight or dice of budget), `begin` and `length` of the span, `choose` (alike or loss), `drop`,
-    `trains` (all, lora or routers), `rank`, `distill` and `context`. `changes` sets anything else by its dotted name,
-    as in `recipe`. The result is an ordinary run; it needs the model until it is finished.
+    `model` is a run, a Hugging Face folder or a GGUF file; it is needed until the retrofit is finished, which is a run
+    like any other. One decision for adjacent blocks (`method="span"`), or one for each block ("budget"); "dense" and
+    "drop" are controls. Unless `begin`, `length` or `drop` say which blocks, that is measured. The other options are
+    those of `tokendepth retrofit --help`; `changes` sets what is left by its dotted name, as in `recipe`.
 
     >>> dense = td.recipe("demo.dense", {"data.corpus": "text:corpus.txt", "train.steps": 2})
     >>> run = td.train(dense, "runs/dense", show=False)
@@ -75,13 +86,13 @@ def retrofit(
     >>> small.config.method.budget < 1
     True
     """
-    try:
-        wished = retrofit_plan.Wish(**wish)
-    except TypeError as error:
-        raise UserError(f"td.retrofit: {error}; see its documentation") from None
+    wish = Wish(
+        corpus=corpus, budget=budget, method=method, router=router, begin=begin, length=length, choose=choose,
+        drop=drop, trains=trains, rank=rank, distill=distill, context=context,
+    )  # fmt: skip
     base = _dense_run(model, Path(out))
     begun = retrofit_plan.begun_in(out) if resume else None
-    config = retrofit_plan.plan(base, wished, changes, begun=begun, show=show)
+    config = retrofit_plan.plan(base, wish, changes, begun=begun, show=show)
     if show:
         console.print(retrofit_plan.in_words(config, base.config), markup=False, soft_wrap=True)
     return loop.train(config, out, resume=resume, show=show)

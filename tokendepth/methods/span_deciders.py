@@ -140,7 +140,7 @@ class WordEnds(Decider):
 
 
 class Dice(Decider):
-    """Numbers in [0, 1) that say nothing of use: a hash of the token and its position, however it is batched."""
+    """Numbers between 0 and 1 that say nothing of use: a hash of the token and its position, however it is batched."""
 
     statistic = None
 
@@ -153,7 +153,7 @@ class Dice(Decider):
         assert ctx.positions is not None
         number = ctx.ids * 40_503 + ctx.positions * 2_654_435_761
         number = (number ^ (number >> 15)) * 2_246_822_519
-        return ((number ^ (number >> 13)) % 2**16) / 2**16
+        return ((number ^ (number >> 13)) % 2**16 + 0.5) / 2**16
 
     def routers(self) -> list[nn.Module]:
         return []

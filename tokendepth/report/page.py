@@ -138,6 +138,8 @@ def _provenance(record: Record) -> dict[str, Any]:
         "layers": f"{model.norm} norm, {model.positions} positions, {model.kv_heads} K/V heads, {model.ffn}",
         "training": f"{train.steps:,} steps, batch {train.batch_size}, lr {train.lr:g}, seed {train.seed}",
     }
+    if config.retrofit is not None:
+        facts["retrofit"] = " ".join(f"{name}={value}" for name, value in vars(config.retrofit).items())
     if tokens := record.number("tokens"):
         facts["evaluated on"] = f"{tokens:,.0f} tokens of the {record.field('split')} split"
     for name in ("untrained_router_soft", "untrained_router_hard", "random_decisions_hard"):

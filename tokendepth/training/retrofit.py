@@ -19,6 +19,7 @@ from tokendepth.methods import build
 from tokendepth.methods.base import divergence
 from tokendepth.model import Block, LanguageModel
 from tokendepth.retrofit_config import RetrofitConfig
+from tokendepth.runs.base import open_base
 from tokendepth.runs.run import Run
 
 BLOCKS = "method.blocks."
@@ -64,21 +65,6 @@ def start(config: RunConfig, spellings: Sequence[bytes], device: torch.device) -
     teaches = config.retrofit.distill > 0 or model.method.wants_teacher
     teacher = Teacher(base, config.retrofit.distill) if teaches else None
     return Start(model.to(device).train(), base, teacher)
-
-
-def open_base(config: RetrofitConfig) -> Run:
-    """The finished dense run that `config` names, checked by the hash of its weights."""
-    try:
-        run = Run.open(config.base)
-        found = run.fingerprint
-    except UserError as error:
-        raise UserError(f"the base of this retrofit, {config.base}, cannot be used: {error}") from None
-    if found != config.sha256:
-        raise UserError(
-            f"{config.base} holds other weights than this retrofit began with (SHA-256 {found[:12]}..., not "
-            f"{config.sha256[:12]}...); put the base back, or retrofit anew in another --out"
-        )
-    return run
 
 
 def check_base(run: Run) -> None:

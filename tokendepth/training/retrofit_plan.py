@@ -31,6 +31,7 @@ from tokendepth.progress import Progress
 from tokendepth.retrofit_config import RetrofitConfig
 from tokendepth.runs.machine import choose_device
 from tokendepth.runs.run import Run
+from tokendepth.trace import Site
 from tokendepth.training.retrofit import check_base
 from tokendepth.training.retrofit_wish import ROUTERS, TRAIN, RouterChoice, Wish
 
@@ -117,7 +118,10 @@ def block_flops(config: RunConfig, share: float | None = None) -> float:
 
     None: when no router was there and every token took them all.
     """
-    sites = outline(config).method.sites(keys=config.model.context)
+    return _flops(outline(config).method.sites(keys=config.model.context), share)
+
+
+def _flops(sites: tuple[Site, ...], share: float | None) -> float:
     if share is None:
         return sum(site.always + site.active for site in sites)
     return sum(site.always + site.router + site.active * (share if site.routed else 1) for site in sites)
@@ -127,8 +131,9 @@ def share_for(config: RunConfig, budget: float) -> float:
     """The share of the tokens at which `budget` of the untouched blocks' FLOPs is executed; 0 or less: none is."""
     if budget == 1:
         return 1.0
-    least, most = block_flops(config, 0.0), block_flops(config, 1.0)
-    return (budget * block_flops(config) - least) / (most - least)
+    sites = outline(config).method.sites(keys=config.model.context)
+    least, most, untouched = (_flops(sites, share) for share in (0.0, 1.0, None))
+    return (budget * untouched - least) / (most - least)
 
 
 def executed_share(config: RunConfig, base: RunConfig) -> float:
@@ -140,14 +145,12 @@ def executed_share(config: RunConfig, base: RunConfig) -> float:
 
 def span_length(config: RunConfig, budget: float) -> int:
     """How many blocks a span has, unless that is named."""
-    blocks = config.model.n_layer
-
-    def share(length: int) -> float:
-        return share_for(replace(config, method=_span(0, length, 1.0)), budget)
-
-    longest = max(1, round(LONGEST * blocks))
-    wanted = next((n for n in range(1, longest) if share(n) >= SHARE), longest)
-    return next((n for n in range(wanted, blocks + 1) if share(n) >= FEWEST), blocks)
+    blocks, model = config.model.n_layer, replace(config.model, n_layer=1)
+    (site,) = outline(replace(config, model=model, method=DenseConfig())).method.sites(keys=model.context)
+    skipped = (1 - budget) * blocks * (site.always + site.active) / site.active
+    """Blocks that a token has to skip on average; their keys and values are computed all the same."""
+    wanted = min(round(skipped / (1 - SHARE)), round(LONGEST * blocks))
+    return min(max(1, wanted, math.ceil(skipped / (1 - FEWEST))), blocks)
 
 
 def _span(begin: int, length: int, share: float, router: RouterChoice = "kl") -> SpanConfig:

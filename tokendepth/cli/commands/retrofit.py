@@ -1,7 +1,7 @@
 """The command that puts routers into a model that is there already."""
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import tyro
@@ -24,7 +24,7 @@ class Retrofit(Wish):
     """A finished dense run, a Hugging Face folder or a GGUF file."""
     out: Path
     """Run folder."""
-    train: TrainConfig = field(default_factory=lambda: TRAIN)
+    train: TrainConfig = TRAIN
     resume: bool = False
     """Go on with the retrofit in --out, or start it where there is none."""
 
