@@ -74,7 +74,6 @@ MODERN = ModelConfig(
 CASES: dict[str, MethodConfig] = {name: METHOD_CONFIGS[name]() for name in METHODS if name in METHOD_CONFIGS}
 CASES["tsa-ffn"] = TSAConfig(skip="ffn")
 CASES["budget-plain"] = BudgetConfig(dial=False, distill=0)
-CASES["budget-straight"] = BudgetConfig(dial=False, distill=0, learn="straight")
 CASES["budget-random"] = BudgetConfig(routing="random")
 CASES["mod-router"] = MoDConfig(decides="router", every=1, capacity=0.5)
 CASES["early_exit"] = EarlyExitConfig(threshold=0.4)  # untrained, no token is as sure as 0.9
@@ -87,7 +86,6 @@ CASES["mor-token-shared"] = MoRConfig(recursions=3, routing="token", kv="shared"
 CASES["itt-router"] = ITTConfig(steps=2, every=1, decides="router")
 CASES["span-boundary"] = SpanConfig(decide="boundary", carry="smooth", ratio_loss=0.0)
 CASES["span-gain"] = SpanConfig(decide="gain", keys="all", carry="none")
-CASES["span-straight"] = SpanConfig(learn="straight", carry="none")
 CASES["span-dice"] = SpanConfig(decide="dice", budget=0.5, carry="none")
 # Every method, and the ways to run a block that its default does not take: given rows, given keys.
 ON_MODERN = [*METHODS, "budget-plain", "budget-random", "mor-token-shared"]

@@ -147,8 +147,8 @@ def span_length(config: RunConfig, budget: float) -> int:
     """How many blocks a span has, unless that is named."""
     blocks, model = config.model.n_layer, replace(config.model, n_layer=1)
     (site,) = outline(replace(config, model=model, method=DenseConfig())).method.sites(keys=model.context)
+    # Blocks that a token has to skip on average; their keys and values are computed all the same.
     skipped = (1 - budget) * blocks * (site.always + site.active) / site.active
-    """Blocks that a token has to skip on average; their keys and values are computed all the same."""
     wanted = min(round(skipped / (1 - SHARE)), round(LONGEST * blocks))
     return min(max(1, wanted, math.ceil(skipped / (1 - FEWEST))), blocks)
 
