@@ -1,4 +1,4 @@
-"""The paper beside the package: python -m paper reproduce, compare, search, depth, spans, times and pages."""
+"""The paper beside the package: python -m paper reproduce, compare, search, depth, spans, retrofit, times and pages."""
 
 import dataclasses
 import sys
@@ -10,7 +10,9 @@ import tyro
 
 from tokendepth.cli.commands.one import LOADING
 from tokendepth.cli.main import main, program
+from tokendepth.config import TrainConfig
 from tokendepth.progress import Progress
+from tokendepth.training.retrofit_wish import TRAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,6 +175,50 @@ class Spans:
 
 
 @dataclass(frozen=True)
+class Retrofit:
+    """A dense model retrofitted to some budgets, beside its controls, all trained on the same tokens.
+
+    What has its row in results/ is not repeated.
+    """
+
+    base: Path | None = None
+    """A finished dense run; with --quick one is made."""
+    corpus: str | None = None
+    """Text to train on, such as text:FILE; by default the base's own."""
+    context: int | None = None
+    """Tokens of a training sequence; of a model with rotary positions."""
+    budgets: str = "0.86,0.70"
+    """Shares of the blocks' FLOPs, with commas between them."""
+    seeds: int = 3
+    """How many seeds each, from 0; fewer than three prove nothing."""
+    only: str = ""
+    """Of the contenders, these, with commas between them: dense, span, loss, budget, drop, dice; empty: all."""
+    train: TrainConfig = TRAIN
+    quick: bool = False
+    """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
+    max_minutes: float | None = None
+    """Stop cleanly after this many minutes; the same line goes on."""
+    workers: int | None = None
+    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
+    out: Path = Path("runs/retrofit")
+    """Folder of the run folders."""
+    results: Path | None = None
+    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+
+    def __call__(self) -> None:
+        with Progress(LOADING):
+            from paper.retrofit import study
+            from paper.retrofit_page import write
+        results = self.results or (self.out / "results" if self.quick else Path("results"))
+        settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        done = study(**{**settings, "results": results})
+        with Progress("drawing the page"):
+            page = write(results, results.parent / "docs" / "RETROFIT.md")
+        print(page)
+        _tell(done)
+
+
+@dataclass(frozen=True)
 class Times:
     """The time of a training step of what `depth` trains, with nothing else on the device."""
 
@@ -220,7 +266,7 @@ class Pages:
 
     def __call__(self) -> None:
         from benchmarks import speed
-        from paper import depth_page, document, generated, pages, wanted
+        from paper import depth_page, document, generated, pages, retrofit_page, wanted
 
         docs, results = Path("docs"), Path("results")
         with Progress("making the pages"):
@@ -230,12 +276,13 @@ class Pages:
             pages.write(results, docs)
             wanted.write(results, docs / "BUDGET.md")
             depth_page.write(results, docs / "WHERE_DEPTH_PAYS.md")
+            retrofit_page.write(results, docs / "RETROFIT.md")
 
 
 PAPER = program(
     "python -m paper",
     "The paper reproduced, every method compared, and their pages.",
-    (Reproduce, Compare, Search, Depth, Spans, Times, Pages),
+    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Times, Pages),
 )
 
 if __name__ == "__main__":

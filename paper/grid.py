@@ -25,6 +25,7 @@ from tokendepth.runs.run import Run
 # What a run is called, where it ran and how often it spoke do not change what it is.
 NO_PART_OF_IT = {
     "model": ("vocab_size",),
+    "retrofit": ("base",),
     "train": ("device", "compile", "tensorboard", "log_every", "checkpoint_every", "eval_every"),
 }
 
@@ -35,7 +36,7 @@ def same(config: RunConfig, *, seed: bool = True) -> str:
     del tree["recipe"]
     for part, names in NO_PART_OF_IT.items():
         for name in names:
-            del tree[part][name]
+            tree.get(part, {}).pop(name, None)
     if not seed:
         del tree["train"]["seed"]
     return json.dumps(tree, sort_keys=True)

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokendepth.api import build, compile, evaluate, export, generate, import_model, load, train
+    from tokendepth.api import build, compile, evaluate, export, generate, import_model, load, retrofit, train
     from tokendepth.config import RunConfig
     from tokendepth.errors import UserError
     from tokendepth.infer.generate import Generation
@@ -40,6 +40,7 @@ __all__ = [
     "import_model",
     "load",
     "recipe",
+    "retrofit",
     "train",
 ]
 

@@ -1,8 +1,8 @@
 """The functions of `import tokendepth as td`: what the commands do, without printing. A test runs their examples."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from tokendepth import data, methods
 from tokendepth.config import RunConfig
@@ -14,9 +14,12 @@ from tokendepth.infer.generate import Generation
 from tokendepth.infer.text_model import TextModel
 from tokendepth.measure import evaluate as evaluating
 from tokendepth.model import LanguageModel
+from tokendepth.runs.files import read_json
 from tokendepth.runs.run import Run
 from tokendepth.trace import Execution
-from tokendepth.training import loop
+from tokendepth.training import loop, retrofit_plan
+from tokendepth.training.progress import console
+from tokendepth.training.retrofit_wish import Choice, RetrofitMethod, RouterChoice, Wish
 
 AnyModel = TypeVar("AnyModel", LanguageModel, TextModel)
 
@@ -62,6 +65,51 @@ def import_model(model: str | Path, out: str | Path, *, corpus: str | None = Non
     0.0
     """
     return convert.import_model(model, out, corpus=corpus, context=context)
+
+
+def retrofit(
+    model: Run | str | Path,
+    out: str | Path,
+    *,
+    corpus: str | None = None,
+    budget: float = 0.85,
+    method: RetrofitMethod = "span",
+    router: RouterChoice | None = None,
+    begin: int | None = None,
+    length: int | None = None,
+    choose: Choice = "alike",
+    drop: int | None = None,
+    trains: Literal["all", "lora", "routers"] = "all",
+    rank: int = 8,
+    distill: float = 0.5,
+    context: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    show: bool = True,
+) -> Run:
+    """Put routers into a finished dense model and train it, to execute `budget` of its blocks' FLOPs.
+
+    `model` is a run, a Hugging Face folder or a GGUF file; it is needed until the retrofit is finished, which is a run
+    like any other. One decision for adjacent blocks (`method="span"`), or one for each block ("budget"); "dense" and
+    "drop" are controls. Unless `begin`, `length` or `drop` say which blocks, that is measured. The other options are
+    those of `tokendepth retrofit --help`; `changes` sets what is left by its dotted name, as in `recipe`.
+
+    >>> dense = td.recipe("demo.dense", {"data.corpus": "text:corpus.txt", "train.steps": 2})
+    >>> run = td.train(dense, "runs/dense", show=False)
+    >>> small = td.retrofit(run, "runs/small", budget=0.8, changes={"train.steps": 2}, show=False)
+    >>> small.config.method.budget < 1
+    True
+    """
+    wish = Wish(
+        corpus=corpus, budget=budget, method=method, router=router, begin=begin, length=length, choose=choose,
+        drop=drop, trains=trains, rank=rank, distill=distill, context=context,
+    )  # fmt: skip
+    base = _dense_run(model, Path(out))
+    begun = retrofit_plan.begun_in(out) if resume else None
+    config = retrofit_plan.plan(base, wish, changes, begun=begun, show=show)
+    if show:
+        console.print(retrofit_plan.in_words(config, base.config), markup=False, soft_wrap=True)
+    return loop.train(config, out, resume=resume, show=show)
 
 
 def load(run: Run | str | Path, *, device: str = "auto", budget: float | None = None) -> TextModel:
@@ -195,6 +243,17 @@ def compile(model: AnyModel) -> AnyModel:
     if isinstance(model, TextModel):
         return TextModel(compiled(model.network), model.tokenizer)
     return compiled(model)
+
+
+def _dense_run(model: Run | str | Path, out: Path) -> Run:
+    """The run that `model` is; a Hugging Face folder or a GGUF file becomes one, in a folder beside `out`."""
+    path = Path(_path(model))
+    config = path / "config.json"
+    foreign = path.is_file() or (config.is_file() and "model_type" in read_json(config))
+    if not foreign:
+        return Run.open(path)
+    imported = out.with_name(f"{out.name}-base")
+    return Run.open(imported) if Run(imported).finished else convert.import_model(path, imported)
 
 
 def _path(run: Run | str | Path) -> str | Path:

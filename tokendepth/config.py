@@ -29,6 +29,7 @@ from tokendepth.method_configs import SpanConfig as SpanConfig
 from tokendepth.method_configs import SwitchConfig as SwitchConfig
 from tokendepth.method_configs import TSAConfig as TSAConfig
 from tokendepth.method_configs import check_budget as check_budget
+from tokendepth.retrofit_config import RetrofitConfig
 
 FORMAT_VERSION = 2
 """Version 2 added kinds of layers, and tokens other than characters and bytes. Every earlier version is read."""
@@ -285,6 +286,7 @@ class RunConfig:
     method: MethodConfig = field(default_factory=DenseConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     recipe: str = ""
+    retrofit: RetrofitConfig | None = None
 
     def __post_init__(self) -> None:
         if self.data.synthetic:
@@ -301,6 +303,8 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     """A plain, JSON-ready tree that `from_dict` turns back into an equal config."""
     tree = dataclasses.asdict(config)
     tree["method"] = {"name": method_name(config.method), **tree["method"]}
+    if config.retrofit is None:
+        del tree["retrofit"]
     return {"version": FORMAT_VERSION, **tree}
 
 
@@ -326,6 +330,8 @@ def from_dict(tree: object) -> RunConfig:
     tree["method"] = _build(METHOD_CONFIGS[name], method, "method.")
     for part, cls in (("data", DataConfig), ("model", ModelConfig), ("train", TrainConfig)):
         tree[part] = _build(cls, tree.get(part, {}), part + ".")
+    if "retrofit" in tree:
+        tree["retrofit"] = _build(RetrofitConfig, tree["retrofit"], "retrofit.")
     return _build(RunConfig, tree, "")
 
 

@@ -39,6 +39,8 @@ class Context:
     """`[batch, time]` next tokens while training, for methods with losses of their own on what they predict."""
     counted: Tensor | None = None
     """`[batch, time]`: over which tokens losses are taken; None: all that are no padding."""
+    teacher: Tensor | None = None
+    """`[batch, time, vocabulary]` logits of the model that this one is to be like, while training with a teacher."""
     readout: Callable[[Tensor], Tensor] | None = None
     """Hidden states to logits: final norm and head."""
     layer: int | None = None

@@ -1,5 +1,6 @@
 """The knobs of each method, in a class of its own: another method's flag is an error. Standard library only."""
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -54,11 +55,40 @@ class BudgetConfig(MethodConfig):
     """Weight of distilling from the same model's pass at full budget, which doubles a training step; 0 is off."""
     routing: Literal["learned", "random"] = "learned"
     """random replaces the router by random numbers: the control."""
+    learn: Literal["weight", "straight", "update"] = "weight"
+    """How a router learns: it weighs what it keeps; straight through the decision; or by regression on how much the
+    block changes a token. The last two leave kept tokens unweighted, as a pretrained model needs it."""
+    shares: str = ""
+    """How routed blocks share the budget, such as 0.9,0.5,0.7, raised to the power at which their mean is `budget`;
+    empty: all alike."""
+    anneal: float = 0.0
+    """Part of the training in which the shares fall from 1 to what is named."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_budget("method.budget", self.budget)
         check_range("method.distill", self.distill, 0, 1000)
+        check_range("method.anneal", self.anneal, 0, 1)
+        if self.routing == "random":
+            check(self.learn == "weight", "method.learn", self.learn, "weight, since dice learn nothing")
+        if self.dial:
+            check(not self.anneal, "method.anneal", self.anneal, "0, since every sequence draws a budget of its own")
+            check(not self.shares, "method.shares", self.shares, "none, since every sequence draws a budget of its own")
+        if self.shares:
+            numbers = re.fullmatch(r"(0|1)(\.\d+)?(,(0|1)(\.\d+)?)*", self.shares)
+            expected = "numbers above 0 and up to 1 with commas between them, such as 0.9,0.5,0.7"
+            check(numbers is not None, "method.shares", self.shares, expected)
+            check(all(0 < share <= 1 for share in self.profile), "method.shares", self.shares, expected)
+
+    @property
+    def profile(self) -> list[float]:
+        """The numbers of `shares`."""
+        return [float(word) for word in self.shares.split(",")] if self.shares else []
+
+    def check_model(self, model: "ModelConfig") -> None:
+        routed = model.n_layer - 1
+        fits = not self.shares or len(self.profile) == routed
+        check(fits, "method.shares", self.shares, f"{routed} numbers, one for each block but the first")
 
 
 @dataclass(frozen=True)
@@ -235,10 +265,21 @@ class SpanConfig(MethodConfig):
     """What a token that skips gets: nothing, the update of the last one that did not, or a smoothed one as in H-Net."""
     ratio_loss: float = 0.03
     """Of boundary: weight of the loss by which the share of tokens is learned; 0 holds it by a quantile instead."""
+    learn: Literal["weight", "straight"] = "weight"
+    """Of score: it learns by weighing the updates, or straight through the decision, which leaves them unweighted."""
+    gain: Literal["loss", "kl"] = "loss"
+    """Of gain: what skipping costs, in true loss, or in divergence from the model that skips nothing."""
+    anneal: float = 0.0
+    """Part of the training in which the share of tokens falls from 1 to the budget."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("method.begin", self.begin, 0, 1000)
+        check_range("method.anneal", self.anneal, 0, 1)
+        if self.decide != "score":
+            check(self.learn == "weight", "method.learn", self.learn, f"weight, since decide is {self.decide}")
+        if self.decide != "gain":
+            check(self.gain == "loss", "method.gain", self.gain, f"loss, since decide is {self.decide}")
         if self.length is not None:
             check_range("method.length", self.length, 1, 1000)
         check_budget("method.budget", self.budget)

@@ -205,6 +205,7 @@ class LanguageModel(nn.Module):
         targets: Tensor | None = None,
         counted: Tensor | None = None,
         thresholds: Tensor | None = None,
+        teacher: Tensor | None = None,
     ) -> Output:
         """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the rest as in `Context`."""
         assert thresholds is None or self.method.decides_by_threshold
@@ -212,7 +213,8 @@ class LanguageModel(nn.Module):
         time = ids.shape[1]
         needed = self._needed(time, cache, valid)
         ctx, positions = self._context(time, ids.device, execution, cache, valid, needed)
-        ctx = replace(ctx, ids=ids, decisions=decisions, targets=targets, counted=counted, given_thresholds=thresholds)
+        ctx = replace(ctx, ids=ids, decisions=decisions, given_thresholds=thresholds)
+        ctx = replace(ctx, targets=targets, counted=counted, teacher=teacher)
         found = self.method(self.embedded(ids, positions), ctx)
         if cache is not None:
             cache.advance(time, valid, needed)

@@ -18,8 +18,9 @@ from tokendepth.measure.calibrate import calibrate_on
 from tokendepth.measure.evaluate import evaluate, load_model
 from tokendepth.measure.flops import count_flops, training_flops
 from tokendepth.methods import build
+from tokendepth.methods.budget import gain_target
 from tokendepth.methods.span import ROOM, Span
-from tokendepth.methods.span_deciders import Boundary, WordEnds, carry_on, ends_word, gain_target, ratio_loss
+from tokendepth.methods.span_deciders import Boundary, WordEnds, carry_on, ends_word, ratio_loss
 from tokendepth.model import Block, LanguageModel
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train

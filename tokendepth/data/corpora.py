@@ -19,7 +19,7 @@ from tokendepth.data.source import Source, read_pieces
 from tokendepth.data.store import keep_tokens, load_tokens
 from tokendepth.data.synthetic import SyntheticDataset
 from tokendepth.data.text import TextDataset
-from tokendepth.data.tokenizer import ByteTokenizer, CharTokenizer, SymbolTokenizer, Tokenizer
+from tokendepth.data.tokenizer import ByteTokenizer, CharTokenizer, SymbolTokenizer, Tokenizer, tokenizer_from_dict
 from tokendepth.errors import UserError
 from tokendepth.runs.files import open_regular, read_bytes
 
@@ -72,15 +72,15 @@ def _tokens(config: DataConfig, tokenizer: Tokenizer | None) -> tuple[str, Calla
     """A part of a file name that identifies the kind of tokens, and the function that makes them."""
     if config.tokens == "byte":
         return "byte", byte_stream
-    if isinstance(tokenizer, CharTokenizer):
-        alphabet = hashlib.sha256(tokenizer.chars.encode()).hexdigest()
-        return f"char-{alphabet}", functools.partial(char_stream, tokenizer=tokenizer)
-    if config.tokens == "char":
+    if tokenizer is None and config.tokens == "char":
         return "char", char_stream
-    tokenizers_library()  # before anything is read
     if tokenizer is None and config.token_kind == "bpe":
+        tokenizers_library()  # before anything is read
         return f"bpe-{config.bpe_size}", functools.partial(bpe_stream, bpe=config.bpe_size)
     own = tokenizer or read_tokenizer(config.tokens)
+    if isinstance(own, CharTokenizer):
+        alphabet = hashlib.sha256(own.chars.encode()).hexdigest()
+        return f"char-{alphabet}", functools.partial(char_stream, tokenizer=own)
     assert isinstance(own, BPETokenizer)
     return f"tokenizer-{own.sha256}", functools.partial(bpe_stream, bpe=own)
 
@@ -158,8 +158,8 @@ def _text_file(corpus: str) -> Source:
     return Source(corpus, size, pieces)
 
 
-def read_tokenizer(tokens: str) -> BPETokenizer:
-    """The tokenizer that tokenizer:PATH names."""
+def read_tokenizer(tokens: str) -> BPETokenizer | CharTokenizer:
+    """The tokenizer that tokenizer:PATH names, of Hugging Face or of a run."""
     if tokens == OWN_TOKENS:
         raise UserError(
             f"data.tokens is {OWN_TOKENS!r}: only a run folder of an imported model has a tokenizer of its own; "
@@ -167,14 +167,20 @@ def read_tokenizer(tokens: str) -> BPETokenizer:
         )
     path = Path(os.path.expanduser(tokens.removeprefix("tokenizer:")))
     said, a_file = f"data.tokens is {tokens!r}", "give the path of a tokenizer.json as tokenizer:PATH"
-    tokenizers_library()
     size = _regular_file(path, said, a_file)
     if size > LARGEST_TOKENIZER:
         raise UserError(f"{said}: {size:,} bytes, too many for a tokenizer; {a_file}")
     with _file_faults(said, a_file):
         content = read_bytes(path, LARGEST_TOKENIZER)
     try:
-        return BPETokenizer.from_tree(json.loads(content))
+        tree = json.loads(content)
+        of_a_run = isinstance(tree, dict) and "kind" in tree
+        if not of_a_run:
+            tokenizers_library()
+        tokenizer = tokenizer_from_dict(tree) if of_a_run else BPETokenizer.from_tree(tree)
+        if not isinstance(tokenizer, BPETokenizer | CharTokenizer):
+            raise UserError(f"it is of {tokenizer.kind} tokens, which need no file")
+        return tokenizer
     except UserError as error:
         raise UserError(f"{said}: {error}; {a_file}") from None
     except (ValueError, RecursionError) as error:

@@ -22,6 +22,7 @@ from tokendepth.methods import build, dial_of
 from tokendepth.methods.base import Dial, Method
 from tokendepth.model import LanguageModel, Output
 from tokendepth.progress import Progress
+from tokendepth.runs.base import open_base
 from tokendepth.runs.machine import choose_device, describe_device, environment
 from tokendepth.runs.run import EVALUATION_VERSION, Run
 from tokendepth.trace import EXECUTIONS, DepthTotals, Execution, add_up
@@ -150,6 +151,8 @@ def _evaluate(
     length = sum(ids.numel() for ids, _ in batches(dataset, split, config.model.context, where, tokens))
     passes = (2 + model.method.has_soft if routed else 1) + len(_controls_of(model))
     passes += len(points) * (1 + len(model.method.point_controls))
+    base = _base_of(run, where)
+    passes += base is not None
     progress.update(total=passes * length)
     decided: dict[Execution, list[Tensor]] = {"hard": [], "sparse": []}
 
@@ -217,6 +220,7 @@ def _evaluate(
         "flops_per_token_dense": sparse.flops_dense / sparse.tokens,
         "decision_flips": flips,
         "controls": _controls(model, config, stream, measured["hard"].depth) if routers else {},
+        **(_beside(base, sparse, stream("untouched model"), dataset, config, split) if base else {}),
         "time": time_forward(model, config, next(stream("timing"))[0]) if timing else None,
         "passage": _passage(model, dataset, split, where),
         "curve": [point(dial, at) for at in points if dial],
@@ -228,6 +232,25 @@ def keeps(run: Run, split: Split, budget: float | None, tokens: int | None, corp
     """Whether an evaluation is of the run as it is, on its own text: then it is kept in the folder."""
     own_text = corpus is None or run.config.data.corpus == NO_CORPUS
     return split == "val" and budget is None and tokens is None and own_text
+
+
+def _base_of(run: Run, device: torch.device) -> LanguageModel | None:
+    """The untouched model of a retrofit, as long as it is there: a finished run does without it."""
+    if run.config.retrofit is None:
+        return None
+    try:
+        return load_model(open_base(run.config.retrofit), device)
+    except UserError:
+        return None
+
+
+def _beside(
+    base: LanguageModel, depth: DepthTotals, stream: Iterator[Batch], dataset: Dataset, config: RunConfig, split: Split
+) -> dict[str, Any]:
+    """The untouched model of a retrofit on the same text, and the share of its blocks' FLOPs that was executed."""
+    untouched = measure(base, stream, base)
+    blocks = [one.flops / one.tokens - base.head_flops for one in (depth, untouched.depth)]
+    return {"untouched": _figures(untouched, dataset, config, split), "block_flops": blocks[0] / blocks[1]}
 
 
 def has_curve(config: RunConfig) -> bool:

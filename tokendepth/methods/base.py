@@ -47,6 +47,8 @@ class Method(nn.Module):
     """Whether all routed sites share one decision; of decisions given for each, the first is used."""
     skips_on_device = False
     """Whether sparse execution needs no host synchronisation where kernels run."""
+    wants_teacher = False
+    """Whether its losses compare with a teacher's logits where there is one."""
     batch_statistic: str | None = None
     """A statistic that training takes over a whole micro-batch; the gradient then depends on accumulation and ranks."""
     controls: Mapping[str, Mapping[str, Any]] = {}
@@ -76,6 +78,9 @@ class Method(nn.Module):
 
     def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
         """Receive the text of each token before training, for methods that decide by it; kept as a buffer."""
+
+    def set_progress(self, done: float) -> None:
+        """Before each training step: which part of the steps is done. For a method that changes as it is trained."""
 
     # -- operating points
 
@@ -127,6 +132,17 @@ def balance_and_z(logits: Tensor, choice: Tensor, ctx: Context) -> tuple[Tensor,
     share = ctx.mean(F.one_hot(choice, n).float().movedim(-1, 0))
     balance = n * (share * ctx.mean(logits.softmax(-1).movedim(-1, 0))).sum()
     return balance, ctx.mean(logits.logsumexp(-1).square())
+
+
+def divergence(told: Tensor, logits: Tensor) -> Tensor:
+    """KL(told || logits) of each token, in nats, for logits `[..., vocabulary]`."""
+    told, own = (F.log_softmax(x.float(), dim=-1) for x in (told, logits))
+    return F.kl_div(own, told, log_target=True, reduction="none").sum(-1)
+
+
+def annealed(done: float, anneal: float) -> float:
+    """How far a budget has fallen from 1 to its value, from 0 to 1, when `done` of the training is."""
+    return min(1.0, done / anneal) if anneal else 1.0
 
 
 def everyone(hidden: Tensor) -> Tensor:

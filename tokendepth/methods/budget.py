@@ -10,6 +10,10 @@ and on nothing else. Three things make it work (docs/LOG.md has what did not):
 - The router reads the normalised state; on the raw one it first has to learn how long the states of its layer are.
 - `dial`: every sequence draws a budget of its own, so that one model serves them all.
 - `distill`: every sequence also passes at full budget, and the pass at its own budget is drawn to what that predicts.
+
+Weights ruin a model that was trained without them. For one that was, `learn` leaves kept tokens as they are, so that
+with every token active it is the untouched model: straight, the decision has the gradient of the weight; update, the
+router predicts how much the block changes a token, |f(h)| / |h|, told by the block itself.
 """
 
 import torch
@@ -21,7 +25,7 @@ from tokendepth.context import Context, Rows
 from tokendepth.layers.exact_buffers import ExactBuffers
 from tokendepth.layers.norm import without_scale
 from tokendepth.layers.routers import Router
-from tokendepth.methods.base import Dial, Method, blocks_of, everyone
+from tokendepth.methods.base import Dial, Method, annealed, blocks_of, everyone
 from tokendepth.model import Block, MethodOutput
 from tokendepth.ops.decide import decide
 from tokendepth.ops.rows import ChosenRows
@@ -42,6 +46,7 @@ class BudgetBlock(ExactBuffers, Block):
     def __init__(self, model: ModelConfig, layer: int, config: BudgetConfig) -> None:
         super().__init__(model, layer)
         self.router = Router(model.d_model) if config.routing == "learned" else None
+        self.weighs = self.router is not None and config.learn == "weight"
         self.register_buffer("threshold", torch.tensor(0.0 if self.router else 1 - config.budget))
 
     def halt(self, hidden: Tensor) -> Tensor:
@@ -57,21 +62,36 @@ class BudgetBlock(ExactBuffers, Block):
         return Rows(decide(-dice, threshold, ctx.valid).active)
 
     def execute(self, hidden: Tensor, ctx: Context, rows: Rows) -> Tensor:
-        # The router learns only through the gate on active tokens' updates.
-        return self(hidden, ctx, rows, gate=rows.keep if self.router else None)
+        # What an active token keeps of its updates tells the router what its decisions are worth, unless others do.
+        return self(hidden, ctx, rows, gate=rows.keep if self.weighs else None)
 
 
-class Budget(Method):
+class Budget(ExactBuffers, Method):
     has_soft = False
     skips_on_device = True
     batch_statistic = "the quantile of the routers' scores, which is the threshold while training"
+    skipping: Tensor
+    """`[routed block]`: the share of tokens that skips while training; with `anneal` it rises from 0."""
 
     def __init__(self, model: ModelConfig, config: BudgetConfig) -> None:
         super().__init__(model, config)
-        self.budget, self.draws, self.distill = config.budget, config.dial, config.distill
+        self.knobs, self.budget, self.draws, self.distill = config, config.budget, config.dial, config.distill
         self.learned = config.routing == "learned"
         routed = [BudgetBlock(model, layer, config) for layer in range(1, model.n_layer)]
         self.blocks = nn.ModuleList([Block(model, 0), *routed])
+        self.shares = self.shares_at(config.budget)
+        self.register_buffer("skipping", 1 - torch.tensor(self.shares), persistent=False)
+        self.set_progress(0.0)
+
+    def shares_at(self, budget: float) -> list[float]:
+        """The share of tokens of each routed block."""
+        profile = self.knobs.profile
+        return spread(profile, budget) if profile else [budget] * len(self._routed())
+
+    def set_progress(self, done: float) -> None:
+        if self.knobs.anneal:
+            wanted = 1 - torch.tensor(self.shares)
+            self.skipping.copy_(wanted * annealed(done, self.knobs.anneal))
 
     def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         return self._train(hidden, ctx) if self.training else self._execute(hidden, ctx)
@@ -93,7 +113,7 @@ class Budget(Method):
     @torch.no_grad()
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
         """Block by block, since the decisions of one change the input of the next."""
-        active = []
+        active, shares = [], self.shares_at(share)
         entering = None if self.learned else list(parts)
         for n, part in enumerate(parts):  # in place: two copies may not fit in memory
             parts[n] = self.blocks[0](part, ctx)
@@ -102,7 +122,7 @@ class Budget(Method):
                 halts = [block.halt(part) for part in parts]
             else:
                 halts = [-_dice(part, number, ctx) for part in entering]
-            block.threshold.copy_(between(-torch.cat(halts), 1 - share))
+            block.threshold.copy_(threshold_for(-torch.cat(halts), shares[number]))
             decisions = [decide(halt, block.threshold) for halt in halts]
             active.append(torch.cat([decision.active for decision in decisions]).float().mean(1))
             for n, decision in enumerate(decisions):
@@ -114,22 +134,24 @@ class Budget(Method):
     def _train(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         batch = len(hidden)
         budgets = self._draw(batch, hidden.device) if self.draws else None
+        # Only where the number of active tokens is known beforehand, and nothing is learned of the others.
+        counted = budgets is None and self.knobs.learn == "weight" and not self.knobs.anneal
         if self.distill:  # the same sequences once more, at full budget
             hidden, passes = torch.cat([hidden, hidden]), ctx.twice()
         else:
             passes = ctx
         hidden = self.blocks[0](hidden, passes)
-        work = [torch.ones(batch, hidden.shape[1], device=hidden.device)]
-        for block in self._routed():
+        work, errors = [torch.ones(batch, hidden.shape[1], device=hidden.device)], []
+        for number, block in enumerate(self._routed()):
             if self.learned:
-                halt = block.halt(hidden)
+                halt = block.halt(hidden.detach() if self.knobs.learn == "update" else hidden)
                 weight = torch.sigmoid(-halt)
             else:
                 halt = -torch.rand(hidden.shape[:2], device=hidden.device)
                 weight = torch.ones_like(halt)
             own = -halt[:batch].detach()
-            if budgets is None:
-                own_rows, active = self._at_budget(own, ctx.valid)
+            if counted:
+                own_rows, active = self._at_budget(own, ctx.valid, self.shares[number])
                 full = torch.arange(own.numel(), halt.numel(), device=own.device)
                 rows = ChosenRows.at(torch.cat([own_rows, full]), halt.numel())
                 taken = rows.chosen.view(hidden.shape[:2])
@@ -137,30 +159,42 @@ class Budget(Method):
                     weight = weight * torch.cat([active, torch.ones_like(halt[batch:])])
                 hidden = block(hidden, passes, Rows(taken, chosen=rows), gate=weight)
             else:
-                active = (own > quantile(own, 1 - budgets, ctx.valid)).float()
+                level = self.skipping[number].view(1, 1) if budgets is None else 1 - budgets
+                active = (own > quantile(own, level, ctx.valid)).float()
                 active = active if ctx.valid is None else active * ctx.valid
-                hidden = block(hidden, passes, gate=torch.cat([active, torch.ones_like(halt[batch:])]) * weight)
+                gate = torch.cat([active, torch.ones_like(halt[batch:])])
+                if self.knobs.learn == "weight":
+                    hidden = block(hidden, passes, gate=gate * weight)
+                else:
+                    new = block(hidden, passes)
+                    if self.knobs.learn == "update":
+                        errors.append(ctx.mean((-halt - _relative_update(hidden, new))[:batch].square()))
+                        hidden = torch.where(gate[..., None] > 0, new, hidden)
+                    else:
+                        hidden = hidden + (gate + weight - weight.detach())[..., None].to(new.dtype) * (new - hidden)
             work.append(active)
         trace = self.traced(work, ctx)
+        losses = {"update": torch.stack(errors).mean()} if errors else {}
         if not self.distill:
-            return MethodOutput(hidden, trace, {})
+            return MethodOutput(hidden, trace, losses)
         assert ctx.readout is not None
         logits, full_logits = ctx.readout(hidden).split(batch)
-        return MethodOutput(hidden[:batch], trace, self._full_budget_losses(logits, full_logits, ctx), logits)
+        losses |= self._full_budget_losses(logits, full_logits, ctx)
+        return MethodOutput(hidden[:batch], trace, losses, logits)
 
-    def _at_budget(self, scores: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _at_budget(self, scores: Tensor, valid: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
         """The tokens above the batch's quantile: as a fixed number of places, and as a 0/1 mask `[batch, time]`.
 
         With padding there are more places than active tokens; tokens at the remaining places are not active.
         """
-        count = scores.numel() - round((1 - self.budget) * scores.numel())
+        count = scores.numel() - round((1 - share) * scores.numel())
         if valid is not None:
             scores = torch.where(valid, scores, -torch.inf)
         places = scores.flatten().argsort(descending=True, stable=True)[:count]
         taken = torch.ones(count, device=scores.device)
         if valid is not None:
             real = valid.sum()
-            taken = (torch.arange(count, device=scores.device) < real - ((1 - self.budget) * real).round()).float()
+            taken = (torch.arange(count, device=scores.device) < real - ((1 - share) * real).round()).float()
         active = torch.zeros(scores.numel(), device=scores.device).scatter(0, places, taken)
         return places, active.view_as(scores)
 
@@ -230,6 +264,35 @@ def between(scores: Tensor, level: float) -> Tensor:
     upper = torch.where(scores > lower, scores, torch.inf).min()
     middle = torch.where(upper.isinf(), lower, (lower + upper) / 2)
     return torch.where(middle < upper, middle, lower)  # adjacent floats have no number between them
+
+
+def threshold_for(scores: Tensor, share: float) -> Tensor:
+    """What `share` of the scores exceed; at full budget below any score, of this text or another."""
+    if share >= 1:
+        return torch.full((), torch.finfo(scores.dtype).min, device=scores.device)
+    return between(scores, 1 - share)
+
+
+def spread(shares: list[float], budget: float) -> list[float]:
+    """`shares` to the power at which their mean is `budget`: 1 for all at full budget, the same order at any other."""
+    low, high = 0.0, 64.0
+    for _ in range(60):
+        power = (low + high) / 2
+        too_many = sum(share**power for share in shares) / len(shares) > budget
+        low, high = (power, high) if too_many else (low, power)
+    return [1.0 if budget >= 1 else share**low for share in shares]
+
+
+def gain_target(cost: Tensor) -> Tensor:
+    """What skipping costs a token, in a scale in which rare large costs do not drown the others."""
+    return cost.sign() * torch.log1p(10 * cost.abs())
+
+
+@torch.no_grad()
+def _relative_update(before: Tensor, after: Tensor) -> Tensor:
+    """`[batch, time]`: how much a block changes each token, for a router to predict."""
+    before, after = before.float(), after.float()
+    return gain_target((after - before).norm(dim=-1) / before.norm(dim=-1))
 
 
 def _dice(entering: Tensor, decision: int, ctx: Context) -> Tensor:

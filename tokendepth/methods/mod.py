@@ -144,6 +144,12 @@ class Selected:
             update = update * self.there[..., None]
         return hidden.scatter_add(1, self.places[..., None].expand_as(update), update.to(hidden.dtype))
 
+    def put(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """`hidden` with `rows` `[batch, k, d]` in their places."""
+        if self.there is not None:
+            rows = torch.where(self.there[..., None], rows, self.take(hidden))
+        return hidden.scatter(1, self.places[..., None].expand_as(rows), rows.to(hidden.dtype))
+
     def as_mask(self, like: Tensor) -> Tensor:
         """`[batch, time]`, 1 at the selected tokens and 0 at the others."""
         nobody = torch.zeros_like(like)

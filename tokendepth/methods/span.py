@@ -33,16 +33,16 @@ from tokendepth.config import ModelConfig, SpanConfig
 from tokendepth.context import Context, Rows
 from tokendepth.layers.exact_buffers import ExactBuffers
 from tokendepth.layers.norm import without_scale
-from tokendepth.methods.base import Dial, Method, blocks_of, everyone
-from tokendepth.methods.budget import CURVE, between, quantile
+from tokendepth.methods.base import Dial, Method, annealed, blocks_of, divergence, everyone
+from tokendepth.methods.budget import CURVE, gain_target, quantile, threshold_for
 from tokendepth.methods.mod import Selected, among_site
 from tokendepth.methods.span_deciders import (
     QUANTILE,
     Boundary,
+    Dice,
     Gain,
     WordEnds,
     carry_on,
-    gain_target,
     make_decider,
     ratio_loss,
 )
@@ -60,14 +60,21 @@ class Span(ExactBuffers, Method):
     one_decision = True
     skips_on_device = True
     threshold: Tensor
+    skipping: Tensor
+    """The share of tokens that skips while training; with `anneal` it rises from 0."""
 
     def __init__(self, model: ModelConfig, config: SpanConfig) -> None:
         super().__init__(model, config)
         self.knobs, self.span = config, config.blocks(model.n_layer)
         self.blocks = nn.ModuleList(Block(model, layer) for layer in range(model.n_layer))
         self.decider = make_decider(model, config)
-        self.batch_statistic = self.decider.statistic
+        self.batch_statistic, self.wants_teacher = self.decider.statistic, config.gain == "kl"
         self.register_buffer("threshold", torch.tensor(self.decider.threshold))
+        self.register_buffer("skipping", torch.tensor(1 - config.budget), persistent=False)
+        self.set_progress(0.0)
+
+    def set_progress(self, done: float) -> None:
+        self.skipping.fill_((1 - self.knobs.budget) * annealed(done, self.knobs.anneal))
 
     def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         before, _, after = self._stages()
@@ -76,16 +83,19 @@ class Span(ExactBuffers, Method):
         ranked = self._ranked(score, ctx)
         fewer_keys, losses = None, {}
         if self.training:
-            threshold = self._quantile(ranked, ctx) if self.decider.statistic == QUANTILE else self.decider.threshold
-            update, active = self._train(hidden, ctx, ranked, threshold)
+            threshold = self._training_threshold(ranked, ctx)
+            state, active = self._train(hidden, ctx, ranked, threshold)
             losses = self._losses(hidden, score, ctx)
         else:
             threshold = ctx.thresholds([self.threshold] * len(self.span))[0]
             listing = hidden if ctx.execution == "sparse" else None  # for kernels: once for all blocks
             decision = decide(-ranked, threshold, ctx.valid, states=listing)
             active = decision.active
-            update, fewer_keys = self._execute(hidden, ctx, decision)
-        hidden = hidden + self._passed_on(update, active, score, threshold, ctx)
+            state, fewer_keys = self._execute(hidden, ctx, decision)
+        if self.knobs.carry == "none" and self.decider.weight(score) is None:
+            hidden = state  # exactly: where every token takes the span, this is the dense model to the bit
+        else:
+            hidden = hidden + self._passed_on(state - hidden, active, score, threshold, ctx)
         hidden = _through(after, hidden, ctx)
         work = [active if n in self.span else everyone(hidden) for n in range(len(self.blocks))]
         return MethodOutput(hidden, replace(self.traced(work, ctx), fewer_keys=fewer_keys), losses)
@@ -128,7 +138,7 @@ class Span(ExactBuffers, Method):
     # -- evaluation
 
     def _execute(self, hidden: Tensor, ctx: Context, decision: Decision) -> tuple[Tensor, Tensor | None]:
-        """The active tokens' updates, zero for the others; and how many keys fewer they attended over, if packed."""
+        """The states after the span, unchanged where skipped; and how many keys fewer were attended over, if packed."""
         (_, blocks, _), active = self._stages(), decision.active
         if self.knobs.keys == "active":
             count = active.sum(1)
@@ -142,28 +152,28 @@ class Span(ExactBuffers, Method):
                 places = compact(active)
                 taken = take(hidden, places)
                 rows = _through(blocks, taken, ctx.gathered(active, places, columns, lengths))
-                update = put(torch.zeros_like(hidden), places, rows - taken)
-                return update, ctx.key_count(hidden.shape[1]) - lengths
+                return put(hidden, places, rows), ctx.key_count(hidden.shape[1]) - lengths
         state = ctx.spare(hidden)
         for block in blocks:
             state = block(state, ctx, Rows(active, decision), keys=self.knobs.keys)
-        return state - hidden, None
+        return state, None
 
     @torch.no_grad()
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
         before, _, _ = self._stages()
         ranked = torch.cat([self._ranked(self._score(_through(before, part, ctx), ctx), ctx) for part in parts])
-        self.threshold.copy_(_finite(between(ranked, 1 - share)))
+        self.threshold.copy_(_finite(threshold_for(ranked, share)))
         return (ranked > self.threshold).float().mean(1)
 
     # -- training
 
-    def _quantile(self, ranked: Tensor, ctx: Context) -> Tensor:
-        level = torch.full((1, 1), 1 - self.knobs.budget, device=ranked.device)
-        return _finite(quantile(ranked, level, ctx.valid))
+    def _training_threshold(self, ranked: Tensor, ctx: Context) -> Tensor | float:
+        if self.decider.statistic == QUANTILE:
+            return _finite(quantile(ranked, self.skipping.view(1, 1), ctx.valid))
+        return self.skipping if isinstance(self.decider, Dice) else self.decider.threshold
 
     def _train(self, hidden: Tensor, ctx: Context, ranked: Tensor, threshold: Tensor | float) -> tuple[Tensor, Tensor]:
-        """The active tokens' updates, zero for the others, and who they are."""
+        """The states after the span, unchanged where skipped, and who was active."""
         _, blocks, _ = self._stages()
         chosen = self._chosen(ranked, threshold, ctx)
         active = chosen.as_mask(ranked).bool()
@@ -171,17 +181,17 @@ class Span(ExactBuffers, Method):
             taken = chosen.take(hidden)
             # The active ones stand first, so that causal attention alone keeps from them what fills up the rows.
             rows = _through(blocks, taken, replace(chosen.context(ctx), valid=None))
-            return chosen.add(torch.zeros_like(hidden), rows - taken), active
+            return chosen.put(hidden, rows), active
         batch, time = active.shape
         places = (chosen.places + time * torch.arange(batch, device=active.device)[:, None]).flatten()
         rows, state = Rows(active, chosen=ChosenRows.at(places, batch * time)), hidden
         for block in blocks:
             state = block(state, ctx, rows, gate=active.to(hidden.dtype))
-        return state - hidden, active
+        return state, active
 
     def _chosen(self, ranked: Tensor, threshold: Tensor | float, ctx: Context) -> Selected:
         """The tokens above the threshold that find room, first and in order; then whatever fills up the rows."""
-        time, share = ranked.shape[1], ROOM * self.knobs.budget
+        time, share = ranked.shape[1], 1.0 if self.knobs.anneal else ROOM * self.knobs.budget
         if ctx.valid is not None:
             ranked = torch.where(ctx.valid, ranked, -torch.inf)
         room = min(time, math.ceil(share * time))
@@ -206,15 +216,26 @@ class Span(ExactBuffers, Method):
 
     @torch.no_grad()
     def _skipping_costs(self, hidden: Tensor, ctx: Context) -> Tensor:
-        """`[batch, time]`: how much higher a token's loss is where no token takes the span than where all do."""
-        assert ctx.readout is not None
-        assert ctx.targets is not None
+        """`[batch, time]`: what it costs each token that no token takes the span.
+
+        In loss against a pass in which all do, or in divergence from it; of a pretrained model, from the teacher.
+        """
+        readout, targets = ctx.readout, ctx.targets
+        assert readout is not None
+        assert targets is not None
         _, span, after = self._stages()
-        losses = []
-        for state in (hidden, _through(span, hidden, ctx)):
-            logits = ctx.readout(_through(after, state, ctx)).float()
-            losses.append(F.cross_entropy(logits.flatten(0, 1), ctx.targets.flatten(), reduction="none"))
-        return (losses[0] - losses[1]).view_as(ctx.targets)
+
+        def read(state: Tensor) -> Tensor:
+            return readout(_through(after, state, ctx)).float()
+
+        def loss(logits: Tensor) -> Tensor:
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+
+        skipped = read(hidden)
+        if self.knobs.gain == "kl" and ctx.teacher is not None:
+            return divergence(ctx.teacher, skipped)
+        taken = read(_through(span, hidden, ctx))
+        return divergence(taken, skipped) if self.knobs.gain == "kl" else loss(skipped) - loss(taken)
 
     # -- what others ask
 

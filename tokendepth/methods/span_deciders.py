@@ -47,18 +47,24 @@ class Decider(nn.Module):
 
 
 class Score(Decider):
-    """s = -r(norm(h)). Weighing the update by it is how the router learns; straight-through gradients lose more."""
+    """s = -r(norm(h)). Weighing the update by it is how the router learns; straight-through gradients lose more.
 
-    def __init__(self, model: ModelConfig) -> None:
+    Those leave the updates unweighted, and reach the router through the tokens that are active.
+    """
+
+    def __init__(self, model: ModelConfig, *, straight: bool = False) -> None:
         super().__init__()
-        self.router = Router(model.d_model)
+        self.router, self.straight = Router(model.d_model), straight
         self.flops = self.router.flops
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         return -self.router(x)
 
     def weight(self, score: Tensor) -> Tensor | None:
-        return torch.sigmoid(score)
+        probability = torch.sigmoid(score)
+        if not self.straight:
+            return probability
+        return 1 + probability - probability.detach() if self.training else None
 
     def probability(self, score: Tensor, threshold: Tensor | float) -> Tensor:
         return torch.sigmoid(score - threshold)
@@ -68,7 +74,7 @@ class Score(Decider):
 
 
 class Gain(Score):
-    """The same router, trained by regression on `gain_target`; no gradient of it reaches the state."""
+    """The same router, trained by regression on what skipping costs a token; no gradient of it reaches the state."""
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         return -self.router(x.detach())
@@ -133,7 +139,7 @@ class WordEnds(Decider):
 
 
 class Dice(Decider):
-    """Numbers in [0, 1) that say nothing of use: a hash of the token and its position, however it is batched."""
+    """Numbers between 0 and 1 that say nothing of use: a hash of the token and its position, however it is batched."""
 
     statistic = None
 
@@ -146,7 +152,7 @@ class Dice(Decider):
         assert ctx.positions is not None
         number = ctx.ids * 40_503 + ctx.positions * 2_654_435_761
         number = (number ^ (number >> 15)) * 2_246_822_519
-        return ((number ^ (number >> 13)) % 2**16) / 2**16
+        return ((number ^ (number >> 13)) % 2**16 + 0.5) / 2**16
 
     def routers(self) -> list[nn.Module]:
         return []
@@ -159,7 +165,7 @@ def make_decider(model: ModelConfig, config: SpanConfig) -> Decider:
         return WordEnds(model)
     if config.decide == "dice":
         return Dice(config)
-    return Score(model) if config.decide == "score" else Gain(model)
+    return Score(model, straight=config.learn == "straight") if config.decide == "score" else Gain(model)
 
 
 def ends_word(spelling: bytes) -> bool:
@@ -173,11 +179,6 @@ def ratio_loss(p: Tensor, active: Tensor, budget: float, ctx: Context) -> Tensor
     """1 where as many tokens as wanted are active and probable; more where more are, or fewer."""
     n, f, g = 1 / budget, ctx.mean(active.to(p.dtype)), ctx.mean(p)
     return n / (n - 1) * ((n - 1) * f * g + (1 - f) * (1 - g))
-
-
-def gain_target(cost: Tensor) -> Tensor:
-    """What a token's loss rises by without the span, in a scale in which rare large ones do not drown the others."""
-    return cost.sign() * torch.log1p(10 * cost.abs())
 
 
 def carry_on(fresh: Tensor, keep: Tensor, before: Tensor | None = None) -> Tensor:

@@ -140,6 +140,8 @@ def _provenance(record: Record) -> dict[str, Any]:
     }
     if record.imported:
         facts["training"] = f"none: imported from {record.env['imported_from']}"
+    if config.retrofit is not None:
+        facts["retrofit"] = " ".join(f"{name}={value}" for name, value in vars(config.retrofit).items())
     if tokens := record.number("tokens"):
         facts["evaluated on"] = f"{tokens:,.0f} tokens of the {record.field('split')} split"
     for name in ("untrained_router_soft", "untrained_router_hard", "random_decisions_hard"):

@@ -235,11 +235,23 @@ def notes(table: list[Row]) -> list[str]:
         if few:
             found.append(("" if len(few) == len(table) else ", ".join(few) + ": ") + f"{word}: {NOISE}.")
     records = [record for row in table for record in row.records]
+    found += [line for record in records if (line := _before_and_after(record))]
     if unfinished := [f"{r.name} (step {r.step:,} of {r.config.train.steps:,})" for r in records if not r.finished]:
         found.append(f"not finished: {', '.join(unfinished)}.")
     if unknown := [r.name for r in records if not r.evaluation]:
         found.append(f"not evaluated: {', '.join(unknown)}.")
     return found
+
+
+def _before_and_after(record: Record) -> str | None:
+    """Of a retrofit: what the untouched model has on the same text, and what became of it."""
+    before, after = (record.number(name, "loss") for name in ("untouched", "sparse"))
+    share = record.number("block_flops")
+    if before is None or after is None or share is None:
+        return None
+    curve = record.evaluation.get("curve", [])
+    full = next((f", {point['sparse']['loss']:.4f} at full budget" for point in curve if point.get("budget") == 1), "")
+    return f"{record.name}: loss {before:.4f} before the retrofit, {after:.4f} at {share:.3f} of its block FLOPs{full}."
 
 
 def by_key(key: str) -> Column:

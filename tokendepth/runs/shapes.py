@@ -104,7 +104,7 @@ EVALUATION = Object(
         **dict.fromkeys(("method", "recipe", "corpus", "split"), TEXT),
         **dict.fromkeys(("version", "seed", "tokens", "parameters", "router_parameters", "decision_flips"), COUNT),
         **dict.fromkeys(("routed", "has_soft"), FLAG),
-        **dict.fromkeys(("soft", "sparse"), (None, FIGURES)),
+        **dict.fromkeys(("soft", "sparse", "untouched"), (None, FIGURES)),
         "controls": Object(other=FIGURES),
         "time": (None, TIME),
         "passage": (None, PASSAGE),

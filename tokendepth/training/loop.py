@@ -22,7 +22,7 @@ from tokendepth.errors import Interrupted, UserError
 from tokendepth.measure.calibrate import calibrate
 from tokendepth.measure.describe import check_fits
 from tokendepth.measure.evaluate import Batch, batches, measure
-from tokendepth.methods import build
+from tokendepth.model import LanguageModel
 from tokendepth.progress import Progress
 from tokendepth.runs.files import disk_faults, json_bytes
 from tokendepth.runs.lock import only_one
@@ -32,6 +32,7 @@ from tokendepth.streams import lenient_stderr
 from tokendepth.trace import DepthTotals
 from tokendepth.training.progress import TrainingProgress, console
 from tokendepth.training.ranks import Ranks
+from tokendepth.training.retrofit import merge, start
 from tokendepth.training.signals import StopSignals
 from tokendepth.training.step import NotFinite, OptimiserStep, Stats, fitting, learning_rate
 from tokendepth.training.threads import keep_threads
@@ -114,13 +115,15 @@ class _Training:
             self._say(f"{run.path} is finished already")
             return run
         with Progress(f"preparing {run.name}", show=self.show):
-            self.model = build(self.config, self.dataset.tokenizer.spellings()).to(self.device).train()
+            with self.ranks.agreeing():
+                begun = start(self.config, self.dataset.tokenizer.spellings(), self.device)
+            self.model = begun.model
             if statistic := self._depends_on_the_cut():
                 self._say(
                     f"{method_name(self.config.method)} takes {statistic}, over each of {self._parts} parts of a batch "
                     "on its own: another number of micro-batches or ranks gives another gradient"
                 )
-            self.optimiser_step = OptimiserStep(self.model, config, self.device, self.ranks)
+            self.optimiser_step = OptimiserStep(self.model, config, self.device, self.ranks, begun.teacher)
             self.tokens, self.tlops, self.saved = 0, 0.0, None
             self.next_batch: tuple[np.ndarray, np.ndarray] | None = None
             first = self._restore()
@@ -128,6 +131,8 @@ class _Training:
             contextlib.closing(self.writer) if self.writer else contextlib.nullcontext(),
             TrainingProgress(run.name, config.steps, first, show=self.show) as self.progress,
         ):
+            if begun.base is not None and first == 0:
+                self._validate(0, begun.base)
             self._validate_if_due(first)
             if self.optimiser_step.compiled:
                 self.progress.update(note="compiling")
@@ -143,6 +148,7 @@ class _Training:
             with self.progress.pause("calibrating"), self.optimiser_step.uncompiled():
                 calibrate(self.model, self.dataset)
             self._restore_files()
+            merge(self.model)
             weights = {name: tensor.detach().cpu().numpy() for name, tensor in self.model.state_dict().items()}
             with self.progress.pause("saving the model"):
                 self.run.finish(weights)
@@ -270,12 +276,17 @@ class _Training:
     def _validate_if_due(self, step: int) -> None:
         every = self.config.train.eval_every
         due = step > 0 and (step % every == 0 or step == self.config.train.steps)
-        if not due or step in self.validated or self.ranks.rank != 0:
+        if due:
+            self._validate(step, self.model)
+
+    def _validate(self, step: int, model: LanguageModel) -> None:
+        """Note the loss of `model`; before the first step of a retrofit, that is the untouched one."""
+        if step in self.validated or self.ranks.rank != 0:
             return
         with self.progress.pause("validating"), self.optimiser_step.uncompiled():
-            calibrate(self.model, self.dataset, roughly=True)
+            calibrate(model, self.dataset, roughly=True)
             with self.optimiser_step.autocast:
-                measured = measure(self.model, self._validation_stream(), self.model)
+                measured = measure(model, self._validation_stream(), model)
         if self.stop.received:  # cut short: not a number to keep; the resumed run repeats it
             return
         self.validated.add(step)

@@ -21,6 +21,7 @@ from tokendepth.data.dataset import NO_LOSS
 from tokendepth.errors import UserError
 from tokendepth.model import LanguageModel
 from tokendepth.training.ranks import Ranks
+from tokendepth.training.retrofit import Teacher
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEPS_THAT_REPAY_COMPILING = 25_000
@@ -43,8 +44,15 @@ class Stats:
 
 
 class OptimiserStep:
-    def __init__(self, model: LanguageModel, config: TrainConfig, device: torch.device, ranks: Ranks) -> None:
-        self.model, self.config, self.device, self.ranks = model, config, device, ranks
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: TrainConfig,
+        device: torch.device,
+        ranks: Ranks,
+        teacher: Teacher | None = None,
+    ) -> None:
+        self.model, self.config, self.device, self.ranks, self.teacher = model, config, device, ranks, teacher
         on_gpu = device.type == "cuda"
         bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu and torch.cuda.is_bf16_supported())
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
@@ -59,7 +67,7 @@ class OptimiserStep:
         return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     def _flatten(self) -> None:
-        """Make every weight a view of one buffer, and every gradient of another, the decayed ones first.
+        """Make every weight that is trained a view of one buffer, and every gradient of another, decayed ones first.
 
         Zeroing, norm, clipping, the sum over ranks and AdamW are then one call each: a small model's step is made of
         calls, not of arithmetic.
@@ -67,7 +75,8 @@ class OptimiserStep:
         decays = {f"{name}.weight" for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
         if self.config.decay == "all":
             decays = set(dict(self.model.named_parameters()))
-        self.parameters = dict(sorted(self.model.named_parameters(), key=lambda item: item[0] not in decays))
+        trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        self.parameters = dict(sorted(trained, key=lambda item: item[0] not in decays))
         weights = torch.zeros(sum(map(_room, self.parameters.values())), device=self.device)
         for parameter, view in zip(self.parameters.values(), self._by_parameter(weights), strict=True):
             parameter.data = view.copy_(parameter.data)
@@ -103,6 +112,7 @@ class OptimiserStep:
         # Dropout is a function of seed, step and rank alone, so that a resumed run needs no saved random state.
         self.dropout_seed = int(np.random.SeedSequence([self.config.seed, step, self.ranks.rank]).generate_state(1)[0])
         torch.manual_seed(self.dropout_seed)
+        self.model.method.set_progress(step / self.config.steps)
         self.share.fill_(1 / self.ranks.total(int((targets != NO_LOSS).sum())))
         self.sums.zero_()
         batch = torch.from_numpy(np.stack([inputs, targets]))
@@ -126,8 +136,11 @@ class OptimiserStep:
     def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """`[task, depth, work per site...]` of one micro-batch, as its part of the whole batch."""
         with self.autocast:
-            out = self.model(inputs, targets=targets)
+            told = None if self.teacher is None else self.teacher(inputs)
+            out = self.model(inputs, targets=targets, teacher=told)
         task = F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") * self.share
+        if self.teacher is not None and told is not None:
+            task = self.teacher.blend(task, told, out.logits, targets != NO_LOSS, self.share)
         # Micro-batches are of one size, so the mean over the batch is the mean of their means.
         parts = self.config.accumulate * self.ranks.world
         depth = sum(out.losses.values(), torch.zeros_like(task)) / parts

@@ -17,11 +17,13 @@ from tokendepth.cli.commands.one import (
     Serve,
     Train,
 )
+from tokendepth.cli.commands.retrofit import Retrofit
 
 COMMANDS: tuple[type, ...] = (
     Demo,
     Train,
     Import,
+    Retrofit,
     Evaluate,
     Calibrate,
     Sweep,

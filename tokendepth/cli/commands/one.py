@@ -158,7 +158,8 @@ class Evaluate:
             if self.json:
                 print(json.dumps(result, allow_nan=False))
             else:
-                for name in ("soft", "hard", "sparse", *result["controls"]):
+                untouched = [name for name in ("untouched",) if name in result]
+                for name in (*untouched, "soft", "hard", "sparse", *result["controls"]):
                     figures = result[name] if name in result else result["controls"][name]
                     loss = loss_in_words(figures["loss"], figures.get("bits_per_byte"))
                     words = f"{self.split} loss {loss}, active fraction {figures['active_fraction']:.3f}"

@@ -1,0 +1,243 @@
+"""docs/RETROFIT.md: how a model is retrofitted, and what came out, made from results/retrofit.json."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paper.comparison import table, wrapped
+from paper.evidence import NOT_RUN, needs_report_extra, show
+from paper.retrofit import CONTENDERS, ROWS, SEEDS
+from tokendepth.config import RunConfig, from_dict
+from tokendepth.report.figures import Drawing
+from tokendepth.report.summary import DASH, Stat
+from tokendepth.runs.files import disk_faults, write_bytes
+from tokendepth.runs.results import Row, read_rows
+
+HEAD = """\
+# Retrofit: routers put into a model that is there already
+
+```
+tokendepth retrofit RUN --corpus text:FILE --budget 0.85 --out DIR
+```
+
+takes a finished dense run, puts a router into it, and trains it until it executes 85% of its blocks' FLOPs. The
+result is a run like any other: `evaluate`, `report`, `calibrate` and `generate` work on it, and training it is
+resumed by the same line with `--resume`, as long as the base is there.
+
+- **What is skipped.** One decision for each token at the beginning of a *span* of adjacent blocks: take it or pass it
+  by. A token that passes keeps its keys and values in every block, so that the others attend over all of the text.
+- **At full budget nothing is changed.** With every token active the logits are those of the base, bit for bit in
+  float32, until the weights are trained; nothing weighs a token that is kept. One checkpoint serves all budgets:
+  `tokendepth calibrate DIR --budget 0.3` finds the threshold at which 0.3 of the tokens take the span.
+- **The budget is a share of FLOPs**, of the blocks as they were; the command tells which share of the tokens that is,
+  since the other blocks, and keys and values, are computed for all.
+- **Which blocks** is measured: those whose states before and after are most alike (`--choose alike`), or without
+  which the loss rises least (`--choose loss`); `--begin` and `--length` name them.
+- **How the router learns** (`--router`): by regression on what skipping the span costs a token, in divergence from
+  the untouched model (`kl`) or in loss (`loss`); it reads the state and sends no gradient into it. While training,
+  the threshold is the batch's quantile, and the share of tokens falls from 1 over the first half.
+- **What is trained** (`--trains`): all weights, low-rank changes of the blocks' matrices (`lora`, merged at the end),
+  or the `routers` alone. Half of the loss is the divergence from the untouched model (`--distill`).
+- `--method budget` has a router for each block, told how much the block changes a token; its blocks share the budget
+  by one limit on that size.
+- **Controls**, by the same command: `--method dense` is the same training with nothing skipped, `--method drop`
+  leaves adjacent blocks out for good, `--router dice` decides by chance.
+
+In Python: `td.retrofit(run, "DIR", corpus="text:FILE", budget=0.85)`; [examples/retrofit.py](../examples/retrofit.py)
+is the whole of it. What follows is made by `make readme` from `retrofit.json` in [results/](../results/), which
+`python -m paper retrofit --base RUN --corpus text:FILE` fills. What has no row yet is `not run`.
+"""
+NOTES = """\
+- **loss**: nats per token of the test split, executed sparsely; mean ± standard deviation over n seeds.
+- **block FLOPs**: executed, routers included, as a share of the base's blocks with every token.
+- **at full budget**: the loss of the same checkpoint when every token takes every block.
+- **agreement**: how often it then chooses the same next token.
+"""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The rows of one base: by contender and budget, then by seed."""
+
+    name: str
+    config: RunConfig
+    """Of any row."""
+    rows: dict[tuple[str, float], dict[int, Row]]
+
+    def values(self, name: str, budget: float | None, pick: Callable[[Row], float | None]) -> dict[int, float]:
+        """By seed; at any budget where none is named."""
+        found = {}
+        for (contender, at), seeds in self.rows.items():
+            if contender == name and budget in (None, at):
+                found |= {seed: value for seed, row in seeds.items() if (value := pick(row)) is not None}
+        return found
+
+    def stat(self, name: str, budget: float | None, pick: Callable[[Row], float | None]) -> Stat | None:
+        values = tuple(self.values(name, budget, pick).values())
+        return Stat(values) if values else None
+
+    @property
+    def budgets(self) -> list[float]:
+        return sorted({budget for _, budget in self.rows}, reverse=True)
+
+
+def loss(row: Row) -> float | None:
+    return row["evaluation"]["sparse"]["loss"]
+
+
+def block_flops(row: Row) -> float | None:
+    return row["evaluation"].get("block_flops")
+
+
+def full_budget(row: Row) -> float | None:
+    return row.get("full_budget_loss")
+
+
+def bases(path: Path) -> list[Base]:
+    found: dict[str, Base] = {}
+    for row in read_rows(path) if path.exists() else []:
+        config = from_dict(row["config"])
+        assert config.retrofit is not None
+        name, budget, _ = row["name"].rsplit("-", 2)
+        base = found.setdefault(config.retrofit.sha256, Base(Path(config.retrofit.base).name, config, {}))
+        base.rows.setdefault((name, float(budget)), {})[config.train.seed] = row
+    return list(found.values())
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    words: str
+    wanted: str
+    limit: float
+    first: tuple[str, float | None, Callable[[Row], float | None]]
+    """Contender, budget and number."""
+    second: tuple[str, float | None, Callable[[Row], float | None]]
+    """What it is compared with, seed by seed: their relative difference is to be at most the limit."""
+
+    def judged(self, base: Base) -> list[str]:
+        ours, theirs = base.values(*self.first), base.values(*self.second)
+        both = [ours[seed] / theirs[seed] - 1 for seed in ours if seed in theirs]
+        if not both:
+            return [self.words, self.wanted, NOT_RUN, ""]
+        found = Stat(tuple(both))
+        met = "reached" if found.mean <= self.limit else "missed"
+        few = f", n={len(both)}: {SEEDS} seeds are asked for" if len(both) < SEEDS else ""
+        return [self.words, self.wanted, found.text("+.2%"), met + few]
+
+
+TARGETS = (
+    Target("span at 0.86 against dropped blocks", "-1% or less", -0.01, ("span", 0.86, loss), ("drop", 0.86, loss)),
+    Target("span at 0.70 against dropped blocks", "-2% or less", -0.02, ("span", 0.7, loss), ("drop", 0.7, loss)),
+    Target(
+        "the same checkpoint (0.86) at full budget against dense trained alike",
+        "+0.5% or less",
+        0.005,
+        ("span", 0.86, full_budget),
+        ("dense", None, loss),
+    ),
+    Target(
+        "the router against dice at 0.86", "-2.9% or less", 1 / 1.03 - 1, ("span", 0.86, loss), ("dice", 0.86, loss)
+    ),
+)
+"""Of the speed of retrofitted models: docs/SPEED.md."""
+
+
+def targets(base: Base) -> str:
+    return table(["", "wanted", "difference in loss", ""], [target.judged(base) for target in TARGETS], words=2)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def losses(base: Base) -> str:
+    rows = []
+    for one in CONTENDERS:
+        for budget in base.budgets:
+            found = base.stat(one.name, budget, loss)
+            if found is None:
+                continue
+            flops, full = base.stat(one.name, budget, block_flops), base.stat(one.name, budget, full_budget)
+            agreement = base.stat(one.name, budget, lambda row: row.get("agreement"))
+            cells = [f"{flops.mean:.3f}" if flops else DASH, show(found), show(full) if full else DASH]
+            rows.append([one.title, *cells, f"{agreement.mean:.3f}" if agreement else DASH, str(len(found.values))])
+    titles = ["", "block FLOPs", "loss", "at full budget", "agreement", "n"]
+    return table(titles, rows)
+
+
+def section(base: Base) -> str:
+    model, train = base.config.model, base.config.train
+    untouched = next((stat for one in CONTENDERS if (stat := base.stat(one.name, None, _untouched))), None)
+    words = (
+        f"{base.name}: width {model.d_model}, context {model.context}, on {_corpus(base.config)}; {train.steps:,} "
+        f"steps of {train.batch_size} sequences, learning rate {train.lr:g}."
+    )
+    if untouched is not None:
+        words += f" The untouched model has a loss of {untouched.mean:.4f} on this text."
+    return f"## {base.name}\n\n{wrapped(words)}\n\n{targets(base)}\n{losses(base)}"
+
+
+def _untouched(row: Row) -> float | None:
+    return row["evaluation"].get("untouched", {}).get("loss")
+
+
+def _corpus(config: RunConfig) -> str:
+    return Path(config.data.corpus.removeprefix("text:")).name
+
+
+def document(path: Path, figures: dict[str, str]) -> str:
+    found = bases(path)
+    if not found:
+        nobody = Base("", RunConfig(), {})
+        return f"{HEAD}\n## What is wanted\n\n{targets(nobody)}"
+    parts = [part for base in found for part in (section(base), figures.get(base.name, ""))]
+    return "\n".join([HEAD, *filter(None, parts), f"## How to read the tables\n\n{NOTES}"])
+
+
+def draw(base: Base) -> Drawing | None:
+    """Loss over the share of block FLOPs that was executed; the grey line is what routers have to beat."""
+    from tokendepth.report.palette import look
+    from tokendepth.report.plots import Points
+    from tokendepth.report.tradeoff import tradeoff
+
+    def places(name: str) -> list[tuple[float, float, float]]:
+        found = []
+        for budget in base.budgets:
+            y, x = base.stat(name, budget, loss), base.stat(name, budget, block_flops)
+            if x and y:
+                found.append((1e6 * x.mean, y.mean, y.std or 0.0))
+        return found
+
+    line = places("dense")[:1] + places("drop")
+    dense = [("dropped" if n else "dense, trained alike", place) for n, place in enumerate(line)]
+    looks = {
+        "span": (look("span").colour, "D"),
+        "loss": (look("span").colour, "P"),
+        "dice": (look("random").colour, "x"),
+        "budget": (look("budget").colour, "o"),
+    }
+    titles = {one.name: one.title for one in CONTENDERS}
+    series = [Points(titles[name], places(name), *looks[name], "none") for name in looks]
+    caption = (
+        f"{base.name}: test loss over the share of the base's block FLOPs that was executed. The grey line is the "
+        "dense model trained alike and with blocks dropped; bars are standard deviations over the seeds."
+    )
+    return tradeoff(f"retrofit-{base.name}", caption, dense, series, split="test", cost="block FLOPs, executed (share)")
+
+
+def write(results: Path, path: Path) -> Path:
+    """The page at `path` and its figures in `figures/` beside it."""
+    figures, folder = {}, path.parent / "figures"
+    for base in bases(results / ROWS):
+        with needs_report_extra(results):
+            drawing = draw(base)
+        if drawing:
+            with disk_faults(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
+            write_bytes(folder / f"{drawing.name}.png", drawing.png)
+            figures[base.name] = f"![](figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
+    write_bytes(path, document(results / ROWS, figures).encode())
+    return path

@@ -1,0 +1,38 @@
+"""The command that puts routers into a model that is there already."""
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import tyro
+
+from tokendepth.cli.commands.one import LOADING
+from tokendepth.config import TrainConfig
+from tokendepth.progress import Progress
+from tokendepth.training.retrofit_wish import TRAIN, Wish
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrofit(Wish):
+    """Put routers into a finished dense model, so that it executes a named share of its blocks' FLOPs, and train it.
+
+    A token that skips keeps its keys and values, and at full budget the routers change nothing. The result is a run
+    like any other. Controls, trained alike: --method dense, --method drop, --router dice.
+    """
+
+    model: tyro.conf.Positional[Path]
+    """A finished dense run, a Hugging Face folder or a GGUF file."""
+    out: Path
+    """Run folder."""
+    train: TrainConfig = TRAIN
+    resume: bool = False
+    """Go on with the retrofit in --out, or start it where there is none."""
+
+    def __call__(self) -> None:
+        with Progress(LOADING):
+            from tokendepth import api
+        wish = {f.name: getattr(self, f.name) for f in fields(Wish)}
+        changes = {f"train.{f.name}": getattr(self.train, f.name) for f in fields(self.train)}
+        run = api.retrofit(self.model, self.out, changes=changes, resume=self.resume, **wish)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"finished: {run.path}; measure it with: tokendepth evaluate {run.path} --curve")

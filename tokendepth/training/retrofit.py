@@ -1,0 +1,142 @@
+"""What a run begins with: fresh weights, or those of a finished dense run, whose untouched copy may then teach it.
+
+A retrofitted model is the base with routers, or with fewer blocks. What is trained of it has `requires_grad`; low-rank
+changes are `LowRank` parametrisations of the blocks' matrices until `merge` makes them part of the weights.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from tokendepth.config import RunConfig, method_name
+from tokendepth.errors import UserError
+from tokendepth.measure.evaluate import load_model
+from tokendepth.methods import build
+from tokendepth.methods.base import divergence
+from tokendepth.model import Block, LanguageModel
+from tokendepth.retrofit_config import RetrofitConfig
+from tokendepth.runs.base import open_base
+from tokendepth.runs.run import Run
+
+BLOCKS = "method.blocks."
+
+
+class Teacher:
+    """The untouched model: no gradient, no dropout."""
+
+    def __init__(self, model: LanguageModel, weight: float) -> None:
+        self.model, self.weight = model, weight
+        """Of the divergence from it; the task has the rest."""
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Its logits `[batch, time, vocabulary]`."""
+        return self.model(ids).logits
+
+    def blend(self, task: Tensor, told: Tensor, logits: Tensor, counted: Tensor, share: Tensor) -> Tensor:
+        """`task`, and the divergence from what was `told` where a token is `counted`, each by its weight."""
+        if not self.weight:
+            return task
+        distance = (divergence(told, logits) * counted).sum() * share
+        return (1 - self.weight) * task + self.weight * distance
+
+
+@dataclass(frozen=True)
+class Start:
+    model: LanguageModel
+    base: LanguageModel | None = None
+    """The untouched model, where there is one."""
+    teacher: Teacher | None = None
+
+
+def start(config: RunConfig, spellings: Sequence[bytes], device: torch.device) -> Start:
+    """The model of `config` as its training begins, in training mode."""
+    model = build(config, spellings)
+    if config.retrofit is None:
+        return Start(model.to(device).train())
+    base = load_model(open_base(config.retrofit), torch.device("cpu"))
+    take_weights(model, base, config.retrofit.dropped)
+    set_trained(model, config.retrofit, config.train.seed)
+    base = base.to(device).requires_grad_(False)
+    teaches = config.retrofit.distill > 0 or model.method.wants_teacher
+    teacher = Teacher(base, config.retrofit.distill) if teaches else None
+    return Start(model.to(device).train(), base, teacher)
+
+
+def check_base(run: Run) -> None:
+    """A UserError where routers cannot be put into the model of `run`."""
+    run.verify()
+    if (name := method_name(run.config.method)) != "dense":
+        raise UserError(f"{run.path} is of method {name}; expected a dense model, into which routers are put; name one")
+
+
+@torch.no_grad()
+def take_weights(model: LanguageModel, base: LanguageModel, dropped: Iterable[int] = ()) -> None:
+    """Give `model` the weights of the dense `base` without the `dropped` blocks; what it has beyond them stays."""
+    own, dropped = model.state_dict(), set(dropped)
+    kept = [n for n in range(base.config.n_layer) if n not in dropped]
+    number = {str(n): str(place) for place, n in enumerate(kept)}
+    for name, weight in base.state_dict().items():
+        if name.startswith(BLOCKS):
+            n, rest = name.removeprefix(BLOCKS).split(".", 1)
+            if int(n) in dropped:
+                continue
+            name = f"{BLOCKS}{number[n]}.{rest}"
+        if name not in own or own[name].shape != weight.shape:
+            raise UserError(f"the base does not fit this model at {name}; retrofit it anew in another --out")
+        own[name].copy_(weight)
+
+
+# --- what is trained --------------------------------------------------------------------------------------------------
+
+
+class LowRank(nn.Module):
+    """W + B A: a change of W of low rank, none at first."""
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        rows, columns = weight.shape
+        rank = min(rank, rows, columns)
+        self.a = nn.Parameter(torch.randn(rank, columns) / columns**0.5)
+        self.b = nn.Parameter(torch.zeros(rows, rank))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + (self.b @ self.a).to(weight.dtype)
+
+
+def set_trained(model: LanguageModel, config: RetrofitConfig, seed: int) -> None:
+    """Freeze what is not trained."""
+    if config.trains == "all":
+        return
+    model.requires_grad_(False)
+    routers = [parameter for router in model.method.routers() for parameter in router.parameters()]
+    for parameter in routers:
+        parameter.requires_grad_(True)
+    if config.trains == "lora":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
+            for linear in _matrices(model):
+                parametrize.register_parametrization(linear, "weight", LowRank(linear.weight, config.rank))
+    elif not routers:
+        name = method_name(model.method.config)
+        raise UserError(
+            f"retrofit.trains is 'routers', but {name} has none that learn: nothing would be trained; take all or lora"
+        )
+
+
+def _matrices(model: LanguageModel) -> list[nn.Linear]:
+    """Of attention and feed-forward networks."""
+    blocks = (module for module in model.method.modules() if isinstance(module, Block))
+    parts = (part for block in blocks for part in (block.attention, block.ffn))
+    return [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
+
+
+def merge(model: LanguageModel) -> None:
+    """Make low-rank changes part of the weights: an ordinary model is left."""
+    for linear in _matrices(model):
+        if parametrize.is_parametrized(linear, "weight"):
+            parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)

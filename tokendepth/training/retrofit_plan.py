@@ -1,0 +1,263 @@
+"""From a finished dense run and a budget to the config of its retrofit: which blocks, for which share of the tokens.
+
+The budget is a share of the FLOPs of the untouched model's blocks, attention rows as wide as the context. What share of
+the tokens takes the routed blocks follows from it, since the other blocks, and keys and values, are computed for all.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokendepth import data
+from tokendepth.config import (
+    NO_CORPUS,
+    OWN_TOKENS,
+    BudgetConfig,
+    DataConfig,
+    DenseConfig,
+    MethodConfig,
+    ModelConfig,
+    RunConfig,
+    SpanConfig,
+    override,
+)
+from tokendepth.data import Dataset, tokenizer_from_dict
+from tokendepth.errors import UserError
+from tokendepth.measure.block_changes import choose_span, sample, shares_by_update
+from tokendepth.measure.evaluate import load_model
+from tokendepth.methods import outline
+from tokendepth.model import LanguageModel
+from tokendepth.progress import Progress
+from tokendepth.retrofit_config import RetrofitConfig
+from tokendepth.runs.machine import choose_device
+from tokendepth.runs.run import Run
+from tokendepth.trace import Site
+from tokendepth.training.retrofit import check_base
+from tokendepth.training.retrofit_wish import ROUTERS, TRAIN, RouterChoice, Wish
+
+ANNEAL = 0.5
+"""Of the training: in it the share of tokens falls from 1."""
+SHARE, LONGEST = 0.5, 0.4
+"""A span is as long as it takes for half of the tokens to skip it, but no longer than this part of the blocks."""
+FEWEST = 0.15
+"""The share of tokens that a span is for at least, where its length is not named."""
+
+
+def plan(
+    base: Run,
+    wish: Wish,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    begun: RunConfig | None = None,
+    device: str = "auto",
+    show: bool = False,
+) -> RunConfig:
+    """The config of the retrofit, checked; `changes` by their dotted names, as in `recipe`.
+
+    begun: that of the same retrofit, begun before: what was measured then is not measured again.
+    """
+    check_base(base)
+    model = _model(base, wish)
+    start = RetrofitConfig(str(base.path), base.fingerprint, wish.trains, wish.rank, wish.distill)
+    config = RunConfig(_data(base, wish.corpus), model, DenseConfig(), TRAIN, f"retrofit.{wish.method}", start)
+    with Progress(f"reading {config.data.corpus}", show=show):
+        dataset = data.load(config.data)
+    _check_tokens(base, config, dataset)
+    dataset.check_context(model.context)
+    measured = _Measured(base, wish, config, dataset, begun, device, show)
+    if wish.method == "drop":
+        count = wish.drop or max(1, math.floor((1 - wish.budget) * model.n_layer + 1e-9))
+        dropped = measured.dropped(_fitting("--drop", count, model.n_layer - 1, model))
+        left = replace(model, n_layer=model.n_layer - count)
+        config = replace(config, model=left, retrofit=replace(start, drop=count, drop_from=dropped.start))
+    elif wish.method != "dense":
+        config = replace(config, method=_routed(wish, config, measured))
+    return override(config, changes or {})
+
+
+def _model(base: Run, wish: Wish) -> ModelConfig:
+    model = base.config.model
+    if wish.context is None or wish.context == model.context:
+        return model
+    if model.positions == "learned":
+        own = f"{base.path} has learned its {model.context} positions"
+        raise UserError(f"--context is {wish.context}, but {own}; drop it")
+    return replace(model, context=wish.context)
+
+
+def _data(base: Run, corpus: str | None) -> DataConfig:
+    """The corpus in the base's tokens."""
+    own = base.config.data
+    if corpus is None and own.corpus == NO_CORPUS:
+        raise UserError(f"{base.path} was imported without a corpus; name a text with --corpus text:PATH")
+    if corpus in (None, own.corpus) and own.tokens != OWN_TOKENS:
+        return own
+    if own.synthetic:
+        raise UserError(f"--corpus is {corpus!r}, but the base's tokens are the symbols of {own.corpus}; drop it")
+    tokens = "byte" if own.tokens == "byte" else f"tokenizer:{base.path / 'tokenizer.json'}"
+    return DataConfig(corpus or own.corpus, tokens)
+
+
+def _check_tokens(base: Run, config: RunConfig, dataset: Dataset) -> None:
+    if dataset.tokenizer != tokenizer_from_dict(base.tokenizer):
+        raise UserError(
+            f"the tokens of {config.data.corpus!r} ({dataset.tokenizer.vocab_size}) are not those of {base.path} "
+            f"({base.config.model.vocab_size}): the text has changed since; name a copy of it as --corpus text:PATH"
+        )
+
+
+def _fitting(name: str, count: int, most: int, model: ModelConfig) -> int:
+    if not 1 <= count <= most:
+        raise UserError(f"{name} is {count}; expected 1 to {most} of the model's {model.n_layer} blocks")
+    return count
+
+
+# --- shares -----------------------------------------------------------------------------------------------------------
+
+
+def block_flops(config: RunConfig, share: float | None = None) -> float:
+    """FLOPs of the blocks for one token, routers included, when `share` of the tokens takes those that are routed.
+
+    None: when no router was there and every token took them all.
+    """
+    return _flops(outline(config).method.sites(keys=config.model.context), share)
+
+
+def _flops(sites: tuple[Site, ...], share: float | None) -> float:
+    if share is None:
+        return sum(site.always + site.active for site in sites)
+    return sum(site.always + site.router + site.active * (share if site.routed else 1) for site in sites)
+
+
+def share_for(config: RunConfig, budget: float) -> float:
+    """The share of the tokens at which `budget` of the untouched blocks' FLOPs is executed; 0 or less: none is."""
+    if budget == 1:
+        return 1.0
+    sites = outline(config).method.sites(keys=config.model.context)
+    least, most, untouched = (_flops(sites, share) for share in (0.0, 1.0, None))
+    return (budget * untouched - least) / (most - least)
+
+
+def executed_share(config: RunConfig, base: RunConfig) -> float:
+    """Of the untouched blocks' FLOPs, at the config's own budget."""
+    share = getattr(config.method, "budget", 1.0)
+    untouched = replace(base, model=replace(base.model, context=config.model.context))
+    return block_flops(config, share) / block_flops(untouched)
+
+
+def span_length(config: RunConfig, budget: float) -> int:
+    """How many blocks a span has, unless that is named."""
+    blocks, model = config.model.n_layer, replace(config.model, n_layer=1)
+    (site,) = outline(replace(config, model=model, method=DenseConfig())).method.sites(keys=model.context)
+    # Blocks that a token has to skip on average; their keys and values are computed all the same.
+    skipped = (1 - budget) * blocks * (site.always + site.active) / site.active
+    wanted = min(round(skipped / (1 - SHARE)), round(LONGEST * blocks))
+    return min(max(1, wanted, math.ceil(skipped / (1 - FEWEST))), blocks)
+
+
+def _span(begin: int, length: int, share: float, router: RouterChoice = "kl") -> SpanConfig:
+    decide: dict[RouterChoice, dict[str, Any]] = {
+        "kl": {"decide": "gain", "gain": "kl"},
+        "loss": {"decide": "gain", "gain": "loss"},
+        "straight": {"decide": "score", "learn": "straight"},
+        "dice": {"decide": "dice"},
+    }
+    return SpanConfig(begin, length, share, keys="all", carry="none", anneal=ANNEAL, **decide[router])
+
+
+def _per_block(share: float, router: RouterChoice, shares: str = "") -> BudgetConfig:
+    learn: dict[RouterChoice, dict[str, Any]] = {
+        "update": {"learn": "update"},
+        "straight": {"learn": "straight"},
+        "dice": {"routing": "random"},
+    }
+    return BudgetConfig(share, dial=False, distill=0.0, shares=shares, anneal=ANNEAL, **learn[router])
+
+
+def _routed(wish: Wish, config: RunConfig, measured: "_Measured") -> MethodConfig:
+    router, blocks = wish.router or ROUTERS[wish.method][0], config.model.n_layer
+    if wish.method == "budget":
+        if blocks < 2:
+            raise UserError("--method budget routes every block but the first, and the base has one; take a deeper one")
+        share = _checked_share(replace(config, method=_per_block(1.0, router)), wish, "routed blocks")
+        return _per_block(share, router, "" if router == "dice" else measured.shares(share))
+    length = _fitting("--length", wish.length or span_length(config, wish.budget), blocks, config.model)
+    if wish.begin is not None and not 0 <= wish.begin <= blocks - length:
+        raise UserError(
+            f"--begin is {wish.begin}; expected 0 to {blocks - length}, since the span has {length} of {blocks} blocks"
+        )
+    share = _checked_share(replace(config, method=_span(0, length, 1.0, router)), wish, "span")
+    return _span(measured.span(length).start if wish.begin is None else wish.begin, length, share, router)
+
+
+def _checked_share(config: RunConfig, wish: Wish, where: str) -> float:
+    share = round(share_for(config, wish.budget), 4)
+    if share <= 0:
+        least = block_flops(config, 0.0) / block_flops(config)
+        longer = ", or a longer --length" if wish.method == "span" else ""
+        raise UserError(
+            f"--budget is {wish.budget:g}, but {least:.3f} of the block FLOPs is spent also where no token takes the "
+            f"{where}; name a higher budget{longer}"
+        )
+    return min(share, 1.0)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What is measured on the untouched model, where it is not known already."""
+
+    base: Run
+    wish: Wish
+    config: RunConfig
+    dataset: Dataset
+    begun: RunConfig | None
+    device: str
+    show: bool
+
+    def span(self, length: int) -> range:
+        if self.begun is not None:
+            begin = getattr(self.begun.method, "begin", 0)
+            return range(begin, begin + length)
+        return self._chosen(length)
+
+    def dropped(self, count: int) -> range:
+        if self.begun is not None and self.begun.retrofit is not None:
+            return self.begun.retrofit.dropped
+        return self._chosen(count)
+
+    def shares(self, budget: float) -> str:
+        if self.begun is not None:
+            return getattr(self.begun.method, "shares", "")
+        ids, _ = sample(self.dataset, self.config.model.context)
+        return ",".join(f"{share:.3f}" for share in shares_by_update(self._model(), ids, budget))
+
+    def _chosen(self, length: int) -> range:
+        batch = sample(self.dataset, self.config.model.context)
+        return choose_span(self._model(), batch, length, self.wish.choose, show=self.show)
+
+    def _model(self) -> LanguageModel:
+        return load_model(self.base, choose_device(self.device, "--train.device"))
+
+
+def in_words(config: RunConfig, base: RunConfig) -> str:
+    """Which blocks are left out or routed, for which share of the tokens, at which share of the FLOPs."""
+    assert config.retrofit is not None
+    told = f"{executed_share(config, base):.3f} of the block FLOPs"
+    sites = outline(config).method.sites(keys=1)
+    dropped, routed = config.retrofit.dropped, [n for n, site in enumerate(sites) if site.routed]
+    if dropped:
+        return f"blocks {dropped.start} to {dropped[-1]} of {base.model.n_layer} are dropped: {told}"
+    if not routed:
+        return f"every token takes all {len(sites)} blocks: {told}"
+    share = getattr(config.method, "budget", 1.0)
+    return f"blocks {routed[0]} to {routed[-1]} of {len(sites)} are taken by {share:.3f} of the tokens: {told}"
+
+
+def begun_in(out: str | Path) -> RunConfig | None:
+    """The config of the retrofit that was begun in `out`."""
+    if not (Path(out) / "config.json").is_file():
+        return None
+    config = Run.open(out).config
+    return config if config.retrofit is not None else None
