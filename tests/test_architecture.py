@@ -29,7 +29,18 @@ LAYERS: tuple[set[str], ...] = (
     {"methods", "data", "model"},
     {"layers", "cache", "context"},
     {"ops"},
-    {"config", "method_configs", "retrofit_config", "checks", "runs", "trace", "progress", "streams", "errors"},
+    {
+        "config",
+        "method_configs",
+        "data_config",
+        "retrofit_config",
+        "checks",
+        "runs",
+        "trace",
+        "progress",
+        "streams",
+        "errors",
+    },
 )
 BESIDE = {"paper", "benchmarks", "tests"}  # not in the wheel: they import the package, never the other way round
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
