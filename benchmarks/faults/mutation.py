@@ -57,6 +57,8 @@ class Examination:
             refusal = reading.check(outcome, answer, repr(content[:60]), same=content == self.content)
             if refusal:
                 outcome.said([refusal], reading.original.parent)
+            elif reading.what == "finished" and reading.required:  # every byte counts, also where no answer shows it
+                outcome.check(content == self.content, f"{reading.name}: accepted {content[:60]!r}")
             self.slowest = max(self.slowest, answer.seconds)
             outcome.check(answer.seconds <= LONGEST_S, f"{reading.name}: took {answer.seconds:.1f} s")
 
