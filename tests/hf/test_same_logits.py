@@ -6,6 +6,7 @@ The larger error of the two against the same model in float64, times two, is wha
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,12 @@ from tokendepth.infer.generate import Spending, generate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.model import LanguageModel
 
-transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install 'tokendepth[hf]'")
+if missing := [name for name in ("transformers", "gguf") if find_spec(name) is None]:
+    pytest.skip(f"no {missing[0]}: pip install 'tokendepth[hf]'", allow_module_level=True)
+
+import gguf
+import transformers
+
 pytestmark = pytest.mark.xdist_group("transformers")
 
 STORIES = Path(os.environ.get("TOKENDEPTH_DATA") or Path(__file__).parents[3] / "shared" / "data") / "stories260K"
@@ -202,7 +208,6 @@ def test_a_beginning_is_that_of_transformers(begins, add_bos_token, tmp_path, pa
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory) -> Path:
     """A tiny Llama whose matrices are quantised to 8 bits, as llama.cpp lays it out."""
-    gguf = pytest.importorskip("gguf", reason="needs the extra hf: pip install 'tokendepth[hf]'")
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(SIZES["vocab_size"] - 2)
