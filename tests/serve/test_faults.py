@@ -246,7 +246,8 @@ def test_a_port_in_use_and_a_run_that_is_none(run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_sigterm_finishes_what_is_in_flight_and_takes_nothing_new(run):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_signal_lets_finish_what_is_in_flight_and_nothing_new_is_taken(run, number, code):
     command = [sys.executable, "-m", "tokendepth", "serve", str(run.path), "--port", "0", "--slots", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -260,12 +261,12 @@ def test_sigterm_finishes_what_is_in_flight_and_takes_nothing_new(run):
             answer = pool.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=60)
             while "tokendepth_running 1" not in httpx2.get(f"{url}/metrics").text:
                 time.sleep(0.01)
-            os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, number)
             assert [len(choice["text"]) for choice in answer.result().json()["choices"]] == [59] * 12
         with pytest.raises(httpx2.TransportError):
             httpx2.get(f"{url}/health")
         out, err = process.communicate(timeout=60)
-        assert (process.returncode, out) == (-signal.SIGTERM, "")
+        assert (process.returncode, out) == (code, "")
         assert all(line.startswith("loading ") for line in err.splitlines()), err
     finally:
         process.kill()
