@@ -66,7 +66,7 @@ def healthy(served: Served) -> bool:
         ({"stop": ["a"] * 5}, 400, "stop", "expected up to 4 strings of 1 to 1000 characters"),
         ({"stop": ""}, 400, "stop", "stop is ''"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", "logit_bias is {'x': 1}; expected an object of token ids"),
-        ({"logit_bias": {"99999": 1}}, 400, "prompt", "a token is 99999; expected 0 to"),
+        ({"logit_bias": {"99999": 1}}, 400, "logit_bias", "logit_bias has token 99999; expected 0 to"),
         ({"echo": True}, 400, "echo", "echo is True, which this server cannot do; leave it out"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options", "only where stream is true"),
     ],
