@@ -252,6 +252,25 @@ def test_a_stop_token_ends_it_and_is_not_shown():
     assert request.text == TOKENIZER.decode(expected[:last])
 
 
+def test_the_tokenizers_own_end_of_text_ends_it():
+    class Ending(CharTokenizer):
+        stops = (reference("dense")[0].choices[3].token,)
+
+    expected = [choice.token for choice in reference("dense")[0].choices]
+    request = ASKS[0].submit(engine := Engine(lively("dense"), Ending(TOKENIZER.chars), slots=1))
+    finish(engine)
+    assert (request.reason, len(request.tokens)) == ("stop", expected.index(expected[3]) + 1)
+
+
+def test_tokens_that_only_pad_the_models_vocabulary_are_never_written():
+    engine = Engine(lively("dense"), CharTokenizer("abcd"), slots=2)
+    requests = [engine.submit([1], Sampling(5, seed=seed, logprobs=9), max_tokens=15) for seed in range(2)]
+    finish(engine)
+    choices = [token.choice for request in requests for token in request.tokens]
+    assert {choice.token for choice in choices} == {0, 1, 2, 3}
+    assert all(len(choice.top) == 4 for choice in choices)
+
+
 def test_what_might_have_become_a_stop_string_is_shown_at_the_end():
     engine = Engine(lively("dense"), TOKENIZER, slots=1)
     text = TOKENIZER.decode(choice.token for choice in reference("dense")[0].choices)

@@ -66,7 +66,7 @@ def healthy(served: Served) -> bool:
         ({"stop": ["a"] * 5}, 400, "stop", "expected up to 4 strings of 1 to 1000 characters"),
         ({"stop": ""}, 400, "stop", "stop is ''"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", "logit_bias is {'x': 1}; expected an object of token ids"),
-        ({"logit_bias": {"99999": 1}}, 400, "prompt", "a token is 99999; expected 0 to"),
+        ({"logit_bias": {"99999": 1}}, 400, "logit_bias", "logit_bias has token 99999; expected 0 to"),
         ({"echo": True}, 400, "echo", "echo is True, which this server cannot do; leave it out"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options", "only where stream is true"),
     ],
@@ -246,7 +246,8 @@ def test_a_port_in_use_and_a_run_that_is_none(run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_sigterm_finishes_what_is_in_flight_and_takes_nothing_new(run):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_signal_lets_finish_what_is_in_flight_and_nothing_new_is_taken(run, number, code):
     command = [sys.executable, "-m", "tokendepth", "serve", str(run.path), "--port", "0", "--slots", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -260,12 +261,12 @@ def test_sigterm_finishes_what_is_in_flight_and_takes_nothing_new(run):
             answer = pool.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=60)
             while "tokendepth_running 1" not in httpx2.get(f"{url}/metrics").text:
                 time.sleep(0.01)
-            os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, number)
             assert [len(choice["text"]) for choice in answer.result().json()["choices"]] == [59] * 12
         with pytest.raises(httpx2.TransportError):
             httpx2.get(f"{url}/health")
         out, err = process.communicate(timeout=60)
-        assert (process.returncode, out) == (-signal.SIGTERM, "")
+        assert (process.returncode, out) == (code, "")
         assert all(line.startswith("loading ") for line in err.splitlines()), err
     finally:
         process.kill()

@@ -96,8 +96,8 @@ class Sampler:
             self._counts = torch.zeros(vocab_size, device=device)
         if sampling.logit_bias:
             self._bias = torch.zeros(vocab_size, device=device)
-            for token, bias in sampling.logit_bias.items():
-                self._bias[token] = bias
+            values = [float(bias) for bias in sampling.logit_bias.values()]
+            self._bias[[*sampling.logit_bias]] = torch.tensor(values, device=device)
 
     def draw(self) -> float:
         """The next number in [0, 1)."""

@@ -1,5 +1,6 @@
 """Start the server of a run, on an address that is free, and stop it when a signal asks for that."""
 
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -27,7 +28,10 @@ def serve(
             print("tokendepth: others can reach this address; set TOKENDEPTH_API_KEY to ask for a key", file=sys.stderr)
         shown = f"[{address}]" if ":" in address else address
         print(f"serving {service.name} at http://{shown}:{port}/v1; Ctrl-C ends it", flush=True)
-        server(service, api_key).run(sockets=[listener])
+        try:
+            server(service, api_key).run(sockets=[listener])
+        except KeyboardInterrupt:  # raised again when everything has ended
+            sys.exit(128 + signal.SIGINT)
 
 
 def server(service: Service, api_key: str | None = None) -> uvicorn.Server:
