@@ -3,6 +3,7 @@
 Their examples are run by a test, one after the other, as they stand in `tokendepth.__all__`.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -93,7 +94,7 @@ def retrofit(
     base = _dense_run(model, Path(out))
     begun = retrofit_plan.begun_in(out) if resume else None
     config = retrofit_plan.plan(base, wish, changes, begun=begun, show=show)
-    if show:
+    if show and os.environ.get("RANK", "0") == "0":
         console.print(retrofit_plan.in_words(config, base.config), markup=False, soft_wrap=True)
     return loop.train(config, out, resume=resume, show=show)
 
