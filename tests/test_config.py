@@ -14,6 +14,7 @@ from tokendepth.config import (
     METHOD_CONFIGS,
     SYNTHETIC_CORPORA,
     ACTConfig,
+    BudgetConfig,
     DataConfig,
     DenseConfig,
     EarlyExitConfig,
@@ -324,6 +325,10 @@ REFUSED_KNOBS = [
     (SpanConfig, "budget", 0.0),
     (SpanConfig, "budget", 1.1),
     (SpanConfig, "ratio_loss", -0.1),
+    (SpanConfig, "anneal", 1.1),
+    (SpanConfig, "gain", "kl"),  # of a decider that has none
+    (BudgetConfig, "anneal", 0.5),  # beside the dial
+    (BudgetConfig, "shares", "0.5,0.4"),
 ]
 
 
@@ -386,6 +391,25 @@ def test_a_span_whose_knobs_contradict_each_other_is_refused():
     message = refused(SpanConfig, decide="boundary", budget=1.0)
     assert message.startswith("method.ratio_loss is 0.03; expected 0, since the budget is 1")
     assert SpanConfig(decide="boundary", budget=1.0, ratio_loss=0.0).budget == 1
+
+    message = refused(SpanConfig, decide="dice", learn="straight")
+    assert message.startswith("method.learn is 'straight'; expected weight, since decide is dice")
+    message = refused(SpanConfig, carry="smooth", learn="straight")
+    assert message.startswith("method.learn is 'straight'; expected weight, since smoothed updates are weighted")
+
+
+def test_shares_of_blocks_are_numbers_one_for_each_routed_block():
+    method = BudgetConfig(dial=False, shares="0.9,1,0.25")
+    assert method.profile == [0.9, 1.0, 0.25]
+    assert RunConfig(model=ModelConfig(n_layer=4), method=method).method == method
+    message = refused(RunConfig, model=ModelConfig(n_layer=5), method=method)
+    assert message.startswith("method.shares is '0.9,1,0.25'; expected 4 numbers, one for each block but the first")
+    for shares in ("0", "0.5,", "0.5;0.5", "1.5", "a", "-1", "0.5,0"):
+        message = refused(BudgetConfig, dial=False, shares=shares)
+        assert message.startswith(f"method.shares is {shares!r}; expected numbers above 0 and up to 1")
+    assert refused(BudgetConfig, routing="random", learn="update").startswith(
+        "method.learn is 'update'; expected weight"
+    )
 
 
 def test_a_span_of_no_given_length_is_in_the_middle():

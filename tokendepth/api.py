@@ -1,5 +1,6 @@
 """The functions of `import tokendepth as td`: what the commands do, without printing. A test runs their examples."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
@@ -107,7 +108,7 @@ def retrofit(
     base = _dense_run(model, Path(out))
     begun = retrofit_plan.begun_in(out) if resume else None
     config = retrofit_plan.plan(base, wish, changes, begun=begun, show=show)
-    if show:
+    if show and os.environ.get("RANK", "0") == "0":
         console.print(retrofit_plan.in_words(config, base.config), markup=False, soft_wrap=True)
     return loop.train(config, out, resume=resume, show=show)
 

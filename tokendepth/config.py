@@ -16,10 +16,8 @@ from typing import Any, Literal
 from tokendepth.checks import check, check_range, check_types, coerce, flag, printable
 from tokendepth.data_config import CORPORA as CORPORA
 from tokendepth.data_config import DEFAULT_SOURCE_LENGTH, DataConfig
-from tokendepth.data_config import LARGEST_BPE as LARGEST_BPE
 from tokendepth.data_config import NO_CORPUS as NO_CORPUS
 from tokendepth.data_config import OWN_TOKENS as OWN_TOKENS
-from tokendepth.data_config import SMALLEST_BPE as SMALLEST_BPE
 from tokendepth.data_config import SYNTHETIC_CORPORA as SYNTHETIC_CORPORA
 from tokendepth.data_config import TOKENS as TOKENS
 from tokendepth.errors import UserError, did_you_mean

@@ -278,6 +278,8 @@ class SpanConfig(MethodConfig):
         check_range("method.anneal", self.anneal, 0, 1)
         if self.decide != "score":
             check(self.learn == "weight", "method.learn", self.learn, f"weight, since decide is {self.decide}")
+        if self.carry == "smooth":
+            check(self.learn == "weight", "method.learn", self.learn, "weight, since smoothed updates are weighted")
         if self.decide != "gain":
             check(self.gain == "loss", "method.gain", self.gain, f"loss, since decide is {self.decide}")
         if self.length is not None:

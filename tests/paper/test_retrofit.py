@@ -88,6 +88,12 @@ def test_without_rows_everything_is_not_run(tmp_path):
     assert text.count("not run") == len(retrofit_page.TARGETS) + 1, "and the sentence that says so"
 
 
+def test_the_page_is_that_of_the_rows(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    made = retrofit_page.write(root / "results", tmp_path / "RETROFIT.md").read_text()
+    assert (root / "docs" / "RETROFIT.md").read_text() == made, "stale: make readme"
+
+
 def test_where_the_base_lies_is_no_part_of_an_experiment():
     config = RunConfig(retrofit=RetrofitConfig("runs/base", "0" * 64))
     moved = replace(config, retrofit=RetrofitConfig("elsewhere", "0" * 64))

@@ -137,6 +137,5 @@ def _matrices(model: LanguageModel) -> list[nn.Linear]:
 
 def merge(model: LanguageModel) -> None:
     """Make low-rank changes part of the weights: an ordinary model is left."""
-    for linear in _matrices(model):
-        if parametrize.is_parametrized(linear, "weight"):
-            parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
+    for module in [module for module in model.modules() if parametrize.is_parametrized(module, "weight")]:
+        parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)

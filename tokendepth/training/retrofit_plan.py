@@ -51,7 +51,6 @@ def plan(
     changes: Mapping[str, Any] | None = None,
     *,
     begun: RunConfig | None = None,
-    device: str = "auto",
     show: bool = False,
 ) -> RunConfig:
     """The config of the retrofit, checked; `changes` by their dotted names, as in `recipe`.
@@ -62,19 +61,21 @@ def plan(
     model = _model(base, wish)
     start = RetrofitConfig(str(base.path), base.fingerprint, wish.trains, wish.rank, wish.distill)
     config = RunConfig(_data(base, wish.corpus), model, DenseConfig(), TRAIN, f"retrofit.{wish.method}", start)
+    changes = changes or {}
+    config = override(config, {name: value for name, value in changes.items() if name.startswith("train.")})
     with Progress(f"reading {config.data.corpus}", show=show):
         dataset = data.load(config.data)
     _check_tokens(base, config, dataset)
     dataset.check_context(model.context)
-    measured = _Measured(base, wish, config, dataset, begun, device, show)
+    measured = _Measured(base, wish, config, dataset, begun, show)
     if wish.method == "drop":
-        count = wish.drop or max(1, math.floor((1 - wish.budget) * model.n_layer + 1e-9))
+        count = max(1, math.floor((1 - wish.budget) * model.n_layer + 1e-9)) if wish.drop is None else wish.drop
         dropped = measured.dropped(_fitting("--drop", count, model.n_layer - 1, model))
         left = replace(model, n_layer=model.n_layer - count)
         config = replace(config, model=left, retrofit=replace(start, drop=count, drop_from=dropped.start))
     elif wish.method != "dense":
         config = replace(config, method=_routed(wish, config, measured))
-    return override(config, changes or {})
+    return override(config, changes)
 
 
 def _model(base: Run, wish: Wish) -> ModelConfig:
@@ -84,6 +85,8 @@ def _model(base: Run, wish: Wish) -> ModelConfig:
     if model.positions == "learned":
         own = f"{base.path} has learned its {model.context} positions"
         raise UserError(f"--context is {wish.context}, but {own}; drop it")
+    if wish.context > model.context:
+        raise UserError(f"--context is {wish.context}; expected up to {model.context}, which {base.path} can read")
     return replace(model, context=wish.context)
 
 
@@ -183,7 +186,8 @@ def _routed(wish: Wish, config: RunConfig, measured: "_Measured") -> MethodConfi
             raise UserError("--method budget routes every block but the first, and the base has one; take a deeper one")
         share = _checked_share(replace(config, method=_per_block(1.0, router)), wish, "routed blocks")
         return _per_block(share, router, "" if router == "dice" else measured.shares(share))
-    length = _fitting("--length", wish.length or span_length(config, wish.budget), blocks, config.model)
+    length = span_length(config, wish.budget) if wish.length is None else wish.length
+    length = _fitting("--length", length, blocks, config.model)
     if wish.begin is not None and not 0 <= wish.begin <= blocks - length:
         raise UserError(
             f"--begin is {wish.begin}; expected 0 to {blocks - length}, since the span has {length} of {blocks} blocks"
@@ -213,7 +217,6 @@ class _Measured:
     config: RunConfig
     dataset: Dataset
     begun: RunConfig | None
-    device: str
     show: bool
 
     def span(self, length: int) -> range:
@@ -238,7 +241,7 @@ class _Measured:
         return choose_span(self._model(), batch, length, self.wish.choose, show=self.show)
 
     def _model(self) -> LanguageModel:
-        return load_model(self.base, choose_device(self.device, "--train.device"))
+        return load_model(self.base, choose_device(self.config.train.device, "--train.device"))
 
 
 def in_words(config: RunConfig, base: RunConfig) -> str:
