@@ -21,6 +21,7 @@ from tokendepth.data.imported import ImportedTokenizer
 from tokendepth.data.of_run import tokenizer_of
 from tokendepth.errors import UserError
 from tokendepth.importing.convert import import_model
+from tokendepth.importing.families import model_config
 from tokendepth.infer.generate import Spending, generate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.model import LanguageModel
@@ -127,6 +128,13 @@ def test_logits_are_those_of_transformers(family, pair):
         for execution in ("hard", "sparse"):
             assert error(imported(ids, execution=execution).logits, exact) <= allowed(exact, rounded)
     assert error(decoded(imported, ids), exact) <= allowed(exact, rounded)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma"])
+def test_a_config_with_every_key_that_transformers_has_is_understood(name):
+    """As it comes with a GGUF file."""
+    config = getattr(transformers, f"{name}Config")()
+    assert model_config(config.to_dict(), context=2048).n_layer == config.num_hidden_layers
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
