@@ -128,6 +128,7 @@ def test_the_commands_work_one_after_the_other(page, here, capsys):
             "train",
             "calibrate",
             "generate",
+            "export",
             "sweep",
         ],
     }

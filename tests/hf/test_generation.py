@@ -112,7 +112,7 @@ def test_columns_are_taken_back_padding_and_all(case):
     assert cache.get_seq_length() == 7
     assert cache.native.lengths.tolist() == [5, 7]
     cache.batch_select_indices(torch.tensor([1, 0]))
-    cache.crop(-3)
+    cache.crop(torch.tensor(-3))  # as some versions give it
     assert cache.native.lengths.tolist() == [4, 2]
     out = model(ids[:, 9:], past_key_values=cache).logits
     for row, tokens_left in ((0, ids[1, :4]), (1, ids[0, 2:4])):

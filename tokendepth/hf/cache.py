@@ -101,6 +101,7 @@ class DepthCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last columns; a negative number, as transformers has it: -2 forgets two."""
+        tokens_to_remove = int(tokens_to_remove)  # some versions give a tensor
         if tokens_to_remove > 0:
             raise UserError(f"crop was given {tokens_to_remove}; expected minus the number of tokens to forget")
         if tokens_to_remove == 0 or self.native is None:
