@@ -42,6 +42,7 @@ def close(expected: list[float]) -> object:
         ({"top_k": 3}, [1 / 7, 4 / 7, 0, 2 / 7]),  # of equals the first
         ({"top_k": 9}, [0.125, 0.5, 0.125, 0.25]),
         ({"top_p": 0.4}, [0, 1, 0, 0]),
+        ({"top_p": 1e-320}, [0, 1, 0, 0]),  # zero in float32
         ({"top_p": 0.5}, [0, 1, 0, 0]),  # so much is there with the first
         ({"top_p": 0.51}, [0, 2 / 3, 0, 1 / 3]),
         ({"top_p": 0.75}, [0, 2 / 3, 0, 1 / 3]),
@@ -224,6 +225,29 @@ def test_top_k_of_one_and_a_tiny_temperature_are_greedy(logits, seed):
         assert choose(row, [sampler(Sampling(0.001, seed=seed), size=size)])[0].token == best
 
 
+@given(
+    logits=st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=6),
+    sampling=st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.001, 1, 100]),
+        top_k=st.sampled_from([0, 1, 3]),
+        top_p=st.sampled_from([1e-320, 0.5, 1]),
+        min_p=st.sampled_from([0, 1e-320, 1]),
+        repetition_penalty=st.sampled_from([0.01, 1, 100]),
+        presence_penalty=st.sampled_from([-2, 0, 2]),
+        frequency_penalty=st.sampled_from([-2, 0, 2]),
+        logit_bias=st.sampled_from([{}, {0: 100, 1: -100}]),
+    ),
+)
+def test_at_the_ends_of_every_range_a_token_is_chosen(logits, sampling):
+    """Nothing overflows."""
+    ask = sampler(sampling, [0], len(logits))
+    row = torch.tensor(logits)[None]
+    for _ in range(3):
+        assert 0 <= choose(row, [ask])[0].token < len(logits)
+    assert probabilities(ask.adjusted(row[0])[None], [sampling]).isfinite().all()
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +261,8 @@ def test_top_k_of_one_and_a_tiny_temperature_are_greedy(logits, seed):
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"top_p": math.nan}, "top_p is nan"),
         ({"min_p": -0.1}, "min_p is -0.1; expected a number from 0 to 1"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0; expected a number above 0, at most 100"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; expected a number from 0.01 to 100"),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty is 1e-320; expected a number from 0.01 to 100"),
         ({"presence_penalty": 2.1}, "presence_penalty is 2.1; expected a number from -2 to 2"),
         ({"frequency_penalty": -3}, "frequency_penalty is -3; expected a number from -2 to 2"),
         ({"logit_bias": {1: 101}}, "logit_bias is 101; expected a number from -100 to 100"),

@@ -18,6 +18,8 @@ from tokendepth.errors import UserError
 
 LOWEST_TEMPERATURE = 0.001
 """Logits are divided by it, and far below they would not stay finite."""
+LOWEST_PENALTY = 0.01
+"""As above: what is divided by it stays finite."""
 MOST_LOGPROBS = 20
 LARGEST_BIAS = 100
 
@@ -57,12 +59,7 @@ class Sampling:
         check_range("top_k", self.top_k, 0)
         check(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
         check_range("min_p", self.min_p, 0, 1)
-        check(
-            0 < self.repetition_penalty <= 100,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "a number above 0, at most 100",
-        )
+        check_range("repetition_penalty", self.repetition_penalty, LOWEST_PENALTY, 100)
         check_range("presence_penalty", self.presence_penalty, -2, 2)
         check_range("frequency_penalty", self.frequency_penalty, -2, 2)
         for bias in self.logit_bias.values():
@@ -144,11 +141,12 @@ def probabilities(logits: Tensor, asks: Sequence[Sampling]) -> Tensor:
     if any(ask.top_k or ask.top_p < 1 for ask in asks):
         ordered, index = found.sort(descending=True, stable=True)
         most = _column(logits, [ask.top_k or size for ask in asks])
-        ordered = ordered * (torch.arange(size, device=logits.device) < most)
+        rank = torch.arange(size, device=logits.device)
+        ordered = ordered * (rank < most)
         ordered = ordered / ordered.sum(-1, keepdim=True)
         mass = _column(logits, [ask.top_p if ask.top_p < 1 else math.inf for ask in asks])
         before = ordered.cumsum(-1) - ordered  # a token is in while those before it do not have that much
-        found = torch.zeros_like(found).scatter(1, index, ordered * (before < mass))
+        found = torch.zeros_like(found).scatter(1, index, ordered * ((before < mass) | (rank == 0)))
     if any(ask.min_p for ask in asks):
         least = _column(logits, [ask.min_p for ask in asks]) * found.amax(-1, keepdim=True)
         found = found * (found >= least)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokendepth.config import LARGEST_SEED
 from tokendepth.errors import did_you_mean, one_line
-from tokendepth.infer.sampling import LARGEST_BIAS, LOWEST_TEMPERATURE, Sampling
+from tokendepth.infer.sampling import LARGEST_BIAS, LOWEST_PENALTY, LOWEST_TEMPERATURE, Sampling
 from tokendepth.serve.errors import Refusal
 
 MOST_STOPS, MOST_CHOICES, MOST_PROMPTS = 4, 8, 64
@@ -81,7 +81,7 @@ def read(body: bytes, endpoint: str, model: str) -> Asked:
         top_k=number.whole("top_k", 0, 10**9, 0),
         top_p=number("top_p", 0, 1, 1.0, above=True),
         min_p=number("min_p", 0, 1, 0.0),
-        repetition_penalty=number("repetition_penalty", 0, 100, 1.0, above=True),
+        repetition_penalty=number("repetition_penalty", LOWEST_PENALTY, 100, 1.0),
         presence_penalty=number("presence_penalty", -2, 2, 0.0),
         frequency_penalty=number("frequency_penalty", -2, 2, 0.0),
         logit_bias=_bias(fields),
