@@ -55,6 +55,10 @@ NOTES = """\
 """
 
 
+SAME_COST = 0.015
+"""Shares of block FLOPs that differ by no more are equal; a shallow model has no block to drop for every budget."""
+
+
 @dataclass(frozen=True)
 class Base:
     """The rows of one base: by contender and budget, then by seed."""
@@ -123,6 +127,10 @@ class Target:
         if not both:
             return [self.words, self.wanted, NOT_RUN, ""]
         found = Stat(tuple(both))
+        costs = [base.stat(name, budget, block_flops) for name, budget, _ in (self.first, self.second) if budget]
+        if len(costs) == 2 and costs[0] and costs[1] and abs(costs[0].mean - costs[1].mean) > SAME_COST:
+            apart = f"not judged: {costs[0].mean:.3f} and {costs[1].mean:.3f} of the block FLOPs"
+            return [self.words, self.wanted, found.text("+.2%"), apart]
         met = "reached" if found.mean <= self.limit else "missed"
         few = f", n={len(both)}: {SEEDS} seeds are asked for" if len(both) < SEEDS else ""
         return [self.words, self.wanted, found.text("+.2%"), met + few]

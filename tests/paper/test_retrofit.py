@@ -83,6 +83,13 @@ def test_fewer_seeds_are_said(tmp_path):
     assert found[1][3] == "reached, n=1: 3 seeds are asked for"
 
 
+def test_models_of_different_cost_are_not_judged(tmp_path):
+    dropped = made_up("drop", 0.7, 0, 2.1)
+    dropped["evaluation"]["block_flops"] = 0.75
+    found = judged(tmp_path, [made_up("span", 0.7, 0, 2.0, full=2.0), dropped])
+    assert found[1][3] == "not judged: 0.700 and 0.750 of the block FLOPs"
+
+
 def test_without_rows_everything_is_not_run(tmp_path):
     text = retrofit_page.write(tmp_path, tmp_path / "RETROFIT.md").read_text()
     assert text.count("not run") == len(retrofit_page.TARGETS) + 1, "and the sentence that says so"
