@@ -11,13 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tokendepth as td
+from tests.hf.models import write_llama
 from tests.tiny import TEXT, one_line, tiny
 from tokendepth.cli.main import main
 from tokendepth.config import BudgetConfig, DataConfig, RunConfig, TSAConfig
 from tokendepth.data.bpe import train_bpe
+from tokendepth.data.of_run import tokenizer_of
 from tokendepth.errors import UserError
 from tokendepth.hf import TokenDepthForCausalLM, export
-from tokendepth.infer.generate import tokenizer_of
 from tokendepth.training.loop import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -72,6 +73,21 @@ def test_ids_text_and_logits_are_the_runs(kind, runs, tmp_path):
     together = model.generate(**batch, max_new_tokens=2, do_sample=False)
     alone = model.generate(**tokenizer(text[:4], return_tensors="pt"), max_new_tokens=2, do_sample=False)
     assert torch.equal(together[1, -2:], alone[0, -2:])
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_an_imported_model_goes_out_as_it_came_in(begins, tmp_path):
+    """Beginning and end of a text and the chat template, too."""
+    theirs = write_llama(tmp_path / "theirs", begins=begins)
+    td.export(td.import_model(theirs, tmp_path / "run"), tmp_path / "out")
+    before, after = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("theirs", "out"))
+    for text in ("7 green bottles", "<s>green</s> bottles"):
+        assert after(text)["input_ids"] == before(text)["input_ids"]
+    assert after(["green"])["input_ids"][0][0] == (0 if begins else after("green")["input_ids"][0])
+    assert (after.chat_template, after.eos_token) == ("{{ messages }}", "</s>")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.generation_config.eos_token_id == [1]
+    assert model.generation_config.bos_token_id == (0 if begins else None)
 
 
 def test_symbols_have_their_special_tokens(tmp_path):

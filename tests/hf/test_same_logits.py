@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tokendepth as td
 from tests.hf.models import END, beginning, tokenizer_json
 from tests.tiny import TEXT, one_line
 from tokendepth.cache import KVCache
@@ -22,7 +23,6 @@ from tokendepth.data.of_run import tokenizer_of
 from tokendepth.errors import UserError
 from tokendepth.importing.convert import import_model
 from tokendepth.importing.families import model_config
-from tokendepth.infer.generate import Spending, generate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.model import LanguageModel
 
@@ -179,7 +179,7 @@ def test_a_trained_model_writes_the_same_story(stories):
     given = tokenizer(prompt, return_tensors="pt")
     ids = model.generate(**given, max_new_tokens=150, do_sample=False)[0, given.input_ids.shape[1] :]
     expected = tokenizer_of(stories).decode(ids[ids != 2].tolist())
-    written = "".join(generate(stories, prompt, Spending(), tokens=150, temperature=0, device="cpu"))
+    written = td.generate(stories, prompt, tokens=150, temperature=0, device="cpu").text
     assert written.strip() == expected.strip()
     assert len(written) > 200
 

@@ -6,17 +6,18 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import logging
 
-from tokendepth.data.tokenizer import BOS, EOS, PAD
+from tokendepth.data.of_run import tokenizer_of
+from tokendepth.data.tokenizer import BOS, EOS, PAD, Tokenizer
 from tokendepth.errors import UserError
 from tokendepth.hf.card import model_card
 from tokendepth.hf.configuration import MODULES, TokenDepthConfig
 from tokendepth.hf.modeling import TokenDepthForCausalLM
 from tokendepth.hf.tokenizer import fast_tokenizer
-from tokendepth.infer.generate import tokenizer_of
 from tokendepth.measure.evaluate import load_model
 from tokendepth.runs.files import disk_faults, make_folder, remove_left_overs, rename, sync_folder
 from tokendepth.runs.run import Run
@@ -37,14 +38,21 @@ def export(run: Run, out: str | Path) -> Path:
     _check_free(out)
     native, tokenizer = load_model(run, torch.device("cpu")), tokenizer_of(run)
     card = model_card(run, out.name, sum(weight.numel() for weight in native.parameters()))
-    special = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS} if tokenizer.kind == "symbol" else {}
-    model = TokenDepthForCausalLM(TokenDepthConfig.of(run.config, **special))
+    model = TokenDepthForCausalLM(TokenDepthConfig.of(run.config, **_special_ids(tokenizer)))
     model.model.load_state_dict(native.state_dict())
     with disk_faults(out), _appearing_whole(out) as folder, _no_progress_bars():
         model.save_pretrained(folder)
         fast_tokenizer(tokenizer, run.config.model.context).save_pretrained(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
     return out
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Where a text begins and ends, for `generate()`."""
+    if tokenizer.kind == "symbol":
+        return {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+    bos = {"bos_token_id": tokenizer.begins[0]} if tokenizer.begins else {}
+    return bos | ({"eos_token_id": list(tokenizer.stops)} if tokenizer.stops else {})
 
 
 def _check_free(out: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tokendepth.data.bpe import BYTE_OF
@@ -16,7 +16,7 @@ PADDING = "<|pad|>"
 
 def fast_tokenizer(native: NativeTokenizer, context: int) -> PreTrainedTokenizerFast:
     tree = native.to_dict()
-    make = {"char": _characters, "byte": _bytes, "symbol": _symbols, "bpe": _bpe}[native.kind]
+    make = {"char": _characters, "byte": _bytes, "symbol": _symbols, "bpe": _bpe, "imported": _imported}[native.kind]
     made = PreTrainedTokenizerFast(
         tokenizer_object=make(native, tree),
         model_max_length=context,
@@ -62,7 +62,22 @@ def _bpe(native: NativeTokenizer, tree: dict[str, Any]) -> Tokenizer:
     return made
 
 
-def _special_tokens(native: NativeTokenizer, tree: dict[str, Any]) -> dict[str, str]:
+def _imported(native: NativeTokenizer, tree: dict[str, Any]) -> Tokenizer:
+    """With what every text of an imported model begins with."""
+    made = _bpe(native, tree)
+    if native.begins:
+        first = [(made.id_to_token(token), token) for token in native.begins]
+        single = [*(name for name, _ in first), "$A"]
+        made.post_processor = processors.TemplateProcessing(single=single, special_tokens=first)
+    return made
+
+
+def _special_tokens(native: NativeTokenizer, tree: dict[str, Any]) -> dict[str, Any]:
     if native.kind == "symbol":
         return {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "sep_token": "<sep>"}
-    return {}
+    if native.kind != "imported":
+        return {}
+    library, found = _bpe(native, tree), {"chat_template": native.chat_template}
+    for name, tokens in (("bos_token", native.begins), ("eos_token", native.stops)):
+        found |= {name: library.id_to_token(tokens[0])} if tokens else {}
+    return found
