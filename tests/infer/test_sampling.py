@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.tiny import one_line
@@ -216,6 +216,7 @@ def test_filters_keep_the_likeliest_tokens_and_their_proportions(logits, tempera
 
 
 @given(logits=LOGITS, seed=st.integers(0, 100))
+@example(logits=[0.01, 0.010000000707805157], seed=0)
 def test_top_k_of_one_and_a_tiny_temperature_are_greedy(logits, seed):
     row = torch.tensor(logits)[None]
     size = len(logits)

@@ -139,7 +139,8 @@ def probabilities(logits: Tensor, asks: Sequence[Sampling]) -> Tensor:
     found = (logits / _column(logits, [ask.temperature or 1.0 for ask in asks])).softmax(-1)
     size = logits.shape[-1]
     if any(ask.top_k or ask.top_p < 1 for ask in asks):
-        ordered, index = found.sort(descending=True, stable=True)
+        index = logits.argsort(descending=True, stable=True)  # rounding makes equals of some probabilities
+        ordered = found.gather(1, index)
         most = _column(logits, [ask.top_k or size for ask in asks])
         rank = torch.arange(size, device=logits.device)
         ordered = ordered * (rank < most)
