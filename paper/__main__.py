@@ -12,7 +12,7 @@ from tokendepth.cli.commands.one import LOADING
 from tokendepth.cli.main import main, program
 from tokendepth.config import TrainConfig
 from tokendepth.progress import Progress
-from tokendepth.training.retrofit_wish import TRAIN
+from tokendepth.training.retrofit_options import TRAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable

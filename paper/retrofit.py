@@ -19,7 +19,7 @@ from tokendepth.config import DataConfig, DenseConfig, ModelConfig, RunConfig, T
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.runs.results import Row
 from tokendepth.runs.run import Run
-from tokendepth.training.retrofit_wish import TRAIN, RetrofitMethod, RouterChoice, Wish
+from tokendepth.training.retrofit_options import TRAIN, RetrofitMethod, RetrofitOptions, RouterChoice
 
 ROWS = "retrofit.json"
 SEEDS = 3
@@ -34,8 +34,8 @@ class Contender:
     method: RetrofitMethod
     router: RouterChoice | None = None
 
-    def wish(self, budget: float, corpus: str | None, context: int | None) -> Wish:
-        return Wish(corpus=corpus, budget=budget, method=self.method, router=self.router, context=context)
+    def options(self, budget: float, corpus: str | None, context: int | None) -> RetrofitOptions:
+        return RetrofitOptions(corpus=corpus, budget=budget, method=self.method, router=self.router, context=context)
 
 
 CONTENDERS = (
@@ -80,7 +80,7 @@ def study(
         for one in wanted:
             if one.method == "dense" and number:  # it is the same at any budget
                 continue
-            config = _planned(found, one.wish(budget, corpus, context), train, show=show)
+            config = _planned(found, one.options(budget, corpus, context), train, show=show)
             for seed in range(seeds):
                 seeded = replace(config, train=replace(config.train, seed=seed))
                 configs[f"{one.name}-{budget:g}-seed{seed}"] = seeded
@@ -90,10 +90,10 @@ def study(
         return grid.fill(configs, out, results / ROWS, Deadline.after(max_minutes), also=at_full_budget, **how)
 
 
-def _planned(base: Run, wish: Wish, train: TrainConfig, *, show: bool) -> RunConfig:
+def _planned(base: Run, options: RetrofitOptions, train: TrainConfig, *, show: bool) -> RunConfig:
     from tokendepth.training.retrofit_plan import plan
 
-    return replace(plan(base, wish, show=show), train=train)
+    return replace(plan(base, options, show=show), train=train)
 
 
 def _chosen(only: str) -> list[Contender]:

@@ -20,7 +20,7 @@ from tokendepth.runs.run import Run
 from tokendepth.trace import Execution
 from tokendepth.training import loop, retrofit_plan
 from tokendepth.training.progress import console
-from tokendepth.training.retrofit_wish import Choice, RetrofitMethod, RouterChoice, Wish
+from tokendepth.training.retrofit_options import Choice, RetrofitMethod, RetrofitOptions, RouterChoice
 
 AnyModel = TypeVar("AnyModel", LanguageModel, TextModel)
 
@@ -101,13 +101,13 @@ def retrofit(
     >>> small.config.method.budget < 1
     True
     """
-    wish = Wish(
+    options = RetrofitOptions(
         corpus=corpus, budget=budget, method=method, router=router, begin=begin, length=length, choose=choose,
         drop=drop, trains=trains, rank=rank, distill=distill, context=context,
     )  # fmt: skip
     base = _dense_run(model, Path(out))
     begun = retrofit_plan.begun_in(out) if resume else None
-    config = retrofit_plan.plan(base, wish, changes, begun=begun, show=show)
+    config = retrofit_plan.plan(base, options, changes, begun=begun, show=show)
     if show and os.environ.get("RANK", "0") == "0":
         console.print(retrofit_plan.in_words(config, base.config), markup=False, soft_wrap=True)
     return loop.train(config, out, resume=resume, show=show)

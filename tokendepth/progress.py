@@ -11,6 +11,7 @@ the bars.
 """
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -34,7 +35,7 @@ console = Console(stderr=True, highlight=False)
 
 _open: list["Progress"] = []
 """The running tasks, the innermost last."""
-_next_line = 0.0
+_next_line = -math.inf
 """When the next line is due in a log, by `time.monotonic`; several short tasks count as one long one."""
 
 

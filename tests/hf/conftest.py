@@ -12,6 +12,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/hf/" in item.path.as_posix():
             item.add_marker(pytest.mark.xdist_group("transformers"))
+            item.add_marker(pytest.mark.slow)  # importing transformers alone takes seconds
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,7 +19,7 @@ from tokendepth.runs.machine import choose_device
 from tokendepth.runs.run import Run
 from tokendepth.serve.service import Limits, Service
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.xdist_group("serve"), pytest.mark.slow]
 PROMPTS = ["green", "40 green bottles hanging", "th"]
 SETTINGS = [
     {"temperature": 0},

@@ -21,7 +21,7 @@ from tokendepth.infer.engine import Engine
 from tokendepth.serve import app
 from tokendepth.serve.service import Limits, Service
 
-pytestmark = pytest.mark.xdist_group("serve")
+pytestmark = [pytest.mark.xdist_group("serve"), pytest.mark.slow]
 GOOD = {"model": "bottles", "prompt": "green", "max_tokens": 40, "temperature": 0}
 
 

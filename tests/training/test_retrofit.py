@@ -25,8 +25,8 @@ from tokendepth.retrofit_config import RetrofitConfig
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
 from tokendepth.training.retrofit import LowRank, Teacher, merge, set_trained, take_weights
+from tokendepth.training.retrofit_options import RetrofitOptions
 from tokendepth.training.retrofit_plan import _per_block, _span, executed_share, in_words, plan
-from tokendepth.training.retrofit_wish import Wish
 
 pytestmark = pytest.mark.xdist_group("retrofit")
 SHAPE = ModelConfig(d_model=32, n_layer=5, n_head=4, d_ff=48, context=16, dropout=0.0, vocab_size=11)
@@ -70,8 +70,8 @@ def spanned(base, tmp_path_factory) -> Run:
     return td.retrofit(base, tmp_path_factory.mktemp("spanned") / "run", budget=0.8, changes=STEPS, show=False)
 
 
-def planned(base: Run, changes: dict | None = None, **wish) -> RunConfig:
-    return plan(base, Wish(**{"budget": 0.8, **wish}), STEPS | (changes or {}))
+def planned(base: Run, changes: dict | None = None, **options) -> RunConfig:
+    return plan(base, RetrofitOptions(**{"budget": 0.8, **options}), STEPS | (changes or {}))
 
 
 # --- the untouched model ----------------------------------------------------------------------------------------------
@@ -268,35 +268,35 @@ def test_an_evaluation_does_without_the_base(spanned, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "options",
     [
         {"trains": "all"},
         *(
-            pytest.param(wish, marks=pytest.mark.slow)
-            for wish in ({"trains": "lora"}, {"trains": "routers"}, {"method": "budget", "trains": "lora"})
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in ({"trains": "lora"}, {"trains": "routers"}, {"method": "budget", "trains": "lora"})
         ),
     ],
     ids=["all", "lora", "routers", "budget-lora"],
 )
-def test_stopped_and_resumed_it_ends_in_the_same_weights(base, wish, tmp_path):
-    whole = td.retrofit(base, tmp_path / "whole", budget=0.8, changes=STEPS, show=False, **wish)
+def test_stopped_and_resumed_it_ends_in_the_same_weights(base, options, tmp_path):
+    whole = td.retrofit(base, tmp_path / "whole", budget=0.8, changes=STEPS, show=False, **options)
     stopped_run(whole.config, tmp_path / "stopped", 4)
     checkpoint, _ = Run(tmp_path / "stopped").load_checkpoint()
     assert checkpoint is not None
     kept = {name.removeprefix("model.") for name in checkpoint.tensors if name.startswith("model.")}
-    assert ("embedding.weight" in kept) == (wish["trains"] == "all"), "a checkpoint holds what is trained"
-    resumed = td.retrofit(base, tmp_path / "stopped", budget=0.8, changes=STEPS, resume=True, show=False, **wish)
+    assert ("embedding.weight" in kept) == (options["trains"] == "all"), "a checkpoint holds what is trained"
+    resumed = td.retrofit(base, tmp_path / "stopped", budget=0.8, changes=STEPS, resume=True, show=False, **options)
     assert steady(resumed.metrics()) == steady(whole.metrics())
     before, weights = base.weights(), whole.weights()
     for name, array in resumed.weights().items():
         assert np.array_equal(array, weights[name]), name
     same = {name: np.array_equal(before[name], weights[name]) for name in before}
     assert not any(".parametrizations." in name for name in weights)
-    if wish["trains"] == "routers":
+    if options["trains"] == "routers":
         assert all(same.values()), "a frozen base"
     else:
         assert not same["method.blocks.1.ffn.up.weight"]
-        assert same["embedding.weight"] == (wish["trains"] == "lora")
+        assert same["embedding.weight"] == (options["trains"] == "lora")
 
 
 def test_what_was_measured_is_not_measured_again(base, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from tokendepth.errors import UserError
 from tokendepth.methods.budget import spread
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
+from tokendepth.training.retrofit_options import RetrofitOptions
 from tokendepth.training.retrofit_plan import (
     _per_block,
     _span,
@@ -25,7 +26,6 @@ from tokendepth.training.retrofit_plan import (
     share_for,
     span_length,
 )
-from tokendepth.training.retrofit_wish import Wish
 
 pytestmark = pytest.mark.xdist_group("retrofit")
 SMOLLM2 = ModelConfig(
@@ -83,12 +83,12 @@ def test_shares_are_spread_in_their_order(shares, budget):
 
 
 def test_shares_of_blocks_are_kept_while_training_and_after_calibration(base):
-    config = plan(base, Wish(method="budget", budget=0.8))
+    config = plan(base, RetrofitOptions(method="budget", budget=0.8))
     method = config.method
     assert isinstance(method, BudgetConfig)
     assert len(method.profile) == 3
     assert sum(method.profile) / 3 == pytest.approx(method.budget, abs=0.03)
-    dice = plan(base, Wish(method="budget", budget=0.8, router="dice")).method
+    dice = plan(base, RetrofitOptions(method="budget", budget=0.8, router="dice")).method
     assert isinstance(dice, BudgetConfig)
     assert dice == _per_block(dice.budget, "dice")
     assert dice.budget > method.budget, "routers cost something"
@@ -96,14 +96,14 @@ def test_shares_of_blocks_are_kept_while_training_and_after_calibration(base):
 
 @pytest.mark.parametrize(("router", "expected"), [("kl", "kl"), ("loss", "loss")])
 def test_what_the_router_of_a_span_learns(base, router, expected):
-    method = plan(base, Wish(router=router, begin=1, length=2)).method
+    method = plan(base, RetrofitOptions(router=router, begin=1, length=2)).method
     assert isinstance(method, SpanConfig)
     assert (method.decide, method.gain, method.keys, method.carry) == ("gain", expected, "all", "none")
     assert method.blocks(4) == range(1, 3)
 
 
 def test_a_full_budget_is_every_token(base):
-    method = plan(base, Wish(budget=1.0, length=2)).method
+    method = plan(base, RetrofitOptions(budget=1.0, length=2)).method
     assert isinstance(method, SpanConfig)
     assert method.budget == 1
 
@@ -125,7 +125,7 @@ def dense_of(text: str, folder, **changes) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("wish", "said"),
+    ("options", "said"),
     [
         ({"budget": 0}, "--budget is 0; expected a number above 0 and up to 1"),
         ({"budget": 1.2}, "--budget is 1.2; expected a number above 0 and up to 1"),
@@ -153,9 +153,9 @@ def dense_of(text: str, folder, **changes) -> Run:
     ],
     ids=str,
 )
-def test_a_mistake_is_one_line(base, wish, said, tmp_path):
+def test_a_mistake_is_one_line(base, options, said, tmp_path):
     with pytest.raises(UserError) as error:
-        td.retrofit(base, tmp_path / "run", show=False, **wish)
+        td.retrofit(base, tmp_path / "run", show=False, **options)
     assert said in one_line(error.value)
     assert not (tmp_path / "run").exists()
 

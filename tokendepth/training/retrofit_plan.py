@@ -35,7 +35,7 @@ from tokendepth.runs.machine import choose_device
 from tokendepth.runs.run import Run
 from tokendepth.trace import Site
 from tokendepth.training.retrofit import check_base
-from tokendepth.training.retrofit_wish import ROUTERS, TRAIN, RouterChoice, Wish
+from tokendepth.training.retrofit_options import ROUTERS, TRAIN, RetrofitOptions, RouterChoice
 
 ANNEAL = 0.5
 """Of the training: in it the share of tokens falls from 1."""
@@ -47,7 +47,7 @@ FEWEST = 0.15
 
 def plan(
     base: Run,
-    wish: Wish,
+    options: RetrofitOptions,
     changes: Mapping[str, Any] | None = None,
     *,
     begun: RunConfig | None = None,
@@ -58,36 +58,37 @@ def plan(
     begun: that of the same retrofit, begun before: what was measured then is not measured again.
     """
     check_base(base)
-    model = _model(base, wish)
-    start = RetrofitConfig(str(base.path), base.fingerprint, wish.trains, wish.rank, wish.distill)
-    config = RunConfig(_data(base, wish.corpus), model, DenseConfig(), TRAIN, f"retrofit.{wish.method}", start)
+    model = _model(base, options)
+    start = RetrofitConfig(str(base.path), base.fingerprint, options.trains, options.rank, options.distill)
+    config = RunConfig(_data(base, options.corpus), model, DenseConfig(), TRAIN, f"retrofit.{options.method}", start)
     changes = changes or {}
     config = override(config, {name: value for name, value in changes.items() if name.startswith("train.")})
     with Progress(f"reading {config.data.corpus}", show=show):
         dataset = data.load(config.data)
     _check_tokens(base, config, dataset)
     dataset.check_context(model.context)
-    measured = _Measured(base, wish, config, dataset, begun, show)
-    if wish.method == "drop":
-        count = max(1, math.floor((1 - wish.budget) * model.n_layer + 1e-9)) if wish.drop is None else wish.drop
+    measured = _Measured(base, options, config, dataset, begun, show)
+    if options.method == "drop":
+        by_budget = max(1, math.floor((1 - options.budget) * model.n_layer + 1e-9))
+        count = by_budget if options.drop is None else options.drop
         dropped = measured.dropped(_fitting("--drop", count, model.n_layer - 1, model))
         left = replace(model, n_layer=model.n_layer - count)
         config = replace(config, model=left, retrofit=replace(start, drop=count, drop_from=dropped.start))
-    elif wish.method != "dense":
-        config = replace(config, method=_routed(wish, config, measured))
+    elif options.method != "dense":
+        config = replace(config, method=_routed(options, config, measured))
     return override(config, changes)
 
 
-def _model(base: Run, wish: Wish) -> ModelConfig:
+def _model(base: Run, options: RetrofitOptions) -> ModelConfig:
     model = base.config.model
-    if wish.context is None or wish.context == model.context:
+    if options.context is None or options.context == model.context:
         return model
     if model.positions == "learned":
         own = f"{base.path} has learned its {model.context} positions"
-        raise UserError(f"--context is {wish.context}, but {own}; drop it")
-    if wish.context > model.context:
-        raise UserError(f"--context is {wish.context}; expected up to {model.context}, which {base.path} can read")
-    return replace(model, context=wish.context)
+        raise UserError(f"--context is {options.context}, but {own}; drop it")
+    if options.context > model.context:
+        raise UserError(f"--context is {options.context}; expected up to {model.context}, which {base.path} can read")
+    return replace(model, context=options.context)
 
 
 def _data(base: Run, corpus: str | None) -> DataConfig:
@@ -179,31 +180,32 @@ def _per_block(share: float, router: RouterChoice, shares: str = "") -> BudgetCo
     return BudgetConfig(share, dial=False, distill=0.0, shares=shares, anneal=ANNEAL, **learn[router])
 
 
-def _routed(wish: Wish, config: RunConfig, measured: "_Measured") -> MethodConfig:
-    router, blocks = wish.router or ROUTERS[wish.method][0], config.model.n_layer
-    if wish.method == "budget":
+def _routed(options: RetrofitOptions, config: RunConfig, measured: "_Measured") -> MethodConfig:
+    router, blocks = options.router or ROUTERS[options.method][0], config.model.n_layer
+    if options.method == "budget":
         if blocks < 2:
             raise UserError("--method budget routes every block but the first, and the base has one; take a deeper one")
-        share = _checked_share(replace(config, method=_per_block(1.0, router)), wish, "routed blocks")
+        share = _checked_share(replace(config, method=_per_block(1.0, router)), options, "routed blocks")
         return _per_block(share, router, "" if router == "dice" else measured.shares(share))
-    length = span_length(config, wish.budget) if wish.length is None else wish.length
+    length = span_length(config, options.budget) if options.length is None else options.length
     length = _fitting("--length", length, blocks, config.model)
-    if wish.begin is not None and not 0 <= wish.begin <= blocks - length:
+    if options.begin is not None and not 0 <= options.begin <= blocks - length:
         raise UserError(
-            f"--begin is {wish.begin}; expected 0 to {blocks - length}, since the span has {length} of {blocks} blocks"
+            f"--begin is {options.begin}; expected 0 to {blocks - length}, since the span has {length} of {blocks} "
+            "blocks"
         )
-    share = _checked_share(replace(config, method=_span(0, length, 1.0, router)), wish, "span")
-    return _span(measured.span(length).start if wish.begin is None else wish.begin, length, share, router)
+    share = _checked_share(replace(config, method=_span(0, length, 1.0, router)), options, "span")
+    return _span(measured.span(length).start if options.begin is None else options.begin, length, share, router)
 
 
-def _checked_share(config: RunConfig, wish: Wish, where: str) -> float:
-    share = round(share_for(config, wish.budget), 4)
+def _checked_share(config: RunConfig, options: RetrofitOptions, where: str) -> float:
+    share = round(share_for(config, options.budget), 4)
     if share <= 0:
         least = block_flops(config, 0.0) / block_flops(config)
-        longer = ", or a longer --length" if wish.method == "span" else ""
+        longer = ", or a longer --length" if options.method == "span" else ""
         raise UserError(
-            f"--budget is {wish.budget:g}, but {least:.3f} of the block FLOPs is spent also where no token takes the "
-            f"{where}; name a higher budget{longer}"
+            f"--budget is {options.budget:g}, but {least:.3f} of the block FLOPs is spent also where no token takes "
+            f"the {where}; name a higher budget{longer}"
         )
     return min(share, 1.0)
 
@@ -213,7 +215,7 @@ class _Measured:
     """What is measured on the untouched model, where it is not known already."""
 
     base: Run
-    wish: Wish
+    options: RetrofitOptions
     config: RunConfig
     dataset: Dataset
     begun: RunConfig | None
@@ -238,7 +240,7 @@ class _Measured:
 
     def _chosen(self, length: int) -> range:
         batch = sample(self.dataset, self.config.model.context)
-        return choose_span(self._model(), batch, length, self.wish.choose, show=self.show)
+        return choose_span(self._model(), batch, length, self.options.choose, show=self.show)
 
     def _model(self) -> LanguageModel:
         return load_model(self.base, choose_device(self.config.train.device, "--train.device"))

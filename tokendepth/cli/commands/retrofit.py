@@ -9,11 +9,11 @@ import tyro
 from tokendepth.cli.commands.one import LOADING
 from tokendepth.config import TrainConfig
 from tokendepth.progress import Progress
-from tokendepth.training.retrofit_wish import TRAIN, Wish
+from tokendepth.training.retrofit_options import TRAIN, RetrofitOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retrofit(Wish):
+class Retrofit(RetrofitOptions):
     """Put routers into a finished dense model, so that it executes a named share of its blocks' FLOPs, and train it.
 
     A token that skips keeps its keys and values, and at full budget the routers change nothing. The result is a run
@@ -31,8 +31,8 @@ class Retrofit(Wish):
     def __call__(self) -> None:
         with Progress(LOADING):
             from tokendepth import api
-        wish = {f.name: getattr(self, f.name) for f in fields(Wish)}
+        options = {f.name: getattr(self, f.name) for f in fields(RetrofitOptions)}
         changes = {f"train.{f.name}": getattr(self.train, f.name) for f in fields(self.train)}
-        run = api.retrofit(self.model, self.out, changes=changes, resume=self.resume, **wish)
+        run = api.retrofit(self.model, self.out, changes=changes, resume=self.resume, **options)
         if os.environ.get("RANK", "0") == "0":
             print(f"finished: {run.path}; measure it with: tokendepth evaluate {run.path} --curve")

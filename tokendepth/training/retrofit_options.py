@@ -1,4 +1,4 @@
-"""What can be asked of a retrofit, by a command or by Python. Imports no torch."""
+"""What can be options of a retrofit, by a command or by Python. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -18,7 +18,7 @@ TRAIN = TrainConfig(steps=450, batch_size=8, lr=1e-4, eval_every=150, checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class RetrofitOptions:
     """Which blocks are routed, at what budget, and what is trained."""
 
     corpus: str | None = None
