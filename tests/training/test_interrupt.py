@@ -165,14 +165,14 @@ def test_a_signal_during_validation_leaves_no_half_number(undisturbed, validatio
 
 def test_a_signal_before_the_first_step_leaves_a_run_that_can_be_resumed(undisturbed, tmp_path):
     config, expected = undisturbed
-    real = train_module.build
+    real = train_module.start
 
     def interrupted(*arguments):
         signal.raise_signal(signal.SIGTERM)
         return real(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "build", interrupted)
+        patch.setattr(train_module, "start", interrupted)
         with pytest.raises(Interrupted) as raised:
             train(config, tmp_path / "run", show=False)
     assert raised.value.exit_code == 143

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import tokendepth as td
-from benchmarks.faults.damage import stopped_run
+from benchmarks.faults.stopped import stopped_run
 from tests.tiny import TEXT, one_line, steady, tiny, write_corpus
 from tokendepth.config import DenseConfig, MethodConfig, ModelConfig, RunConfig, SpanConfig, from_dict, to_dict
 from tokendepth.errors import UserError
@@ -343,7 +343,7 @@ def test_other_text_in_the_bases_tokens(base, tmp_path):
     assert run.tokenizer == base.tokenizer
     with pytest.raises(UserError) as error:
         td.retrofit(base, tmp_path / "other", corpus=write_corpus(tmp_path / "o", "Ω and so on" * 99), show=False)
-    assert "has the character 'Ω', which is none of the tokenizer's" in one_line(error.value)
+    assert "has the character 'Ω', which is none of the run's" in one_line(error.value)
 
 
 def test_in_words(base):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokendepth as td
-from benchmarks.faults.damage import stopped_run
+from benchmarks.faults.stopped import stopped_run
 from tests.tiny import one_line, tiny, write_corpus
 from tokendepth.cli.main import main
 from tokendepth.config import BudgetConfig, DenseConfig, ModelConfig, RunConfig, SpanConfig

@@ -51,7 +51,7 @@ TIMES = r"\d:\d\d:\d\d elapsed"
     [
         (module.data, "load", rf"^loading text:\S+: {TIMES}$"),
         (module, "check_fits", rf"^preparing run: {TIMES}$"),
-        (module, "build", rf"^preparing run: {TIMES}$"),
+        (module, "start", rf"^preparing run: {TIMES}$"),
         (module._Training, "_restore", rf"^preparing run: {TIMES}$"),
         (module, "measure", rf"^run: 4/8 steps, validating, {TIMES}, about \S+ left$"),
         (Run, "save_checkpoint", rf"^run: 4/8 steps, saving, {TIMES}, about \S+ left$"),

@@ -24,6 +24,7 @@ from tokendepth.hf.configuration import MODULES, TokenDepthConfig
 from tokendepth.layers.positions import RotaryPositions, rotary_frequencies
 from tokendepth.measure.calibrate import calibrate_on
 from tokendepth.methods import build
+from tokendepth.methods.base import Method
 from tokendepth.model import Block, Output
 from tokendepth.trace import EXECUTIONS, DepthTrace, Execution
 
@@ -75,9 +76,11 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Weights are as the native model has made them; a table that is not saved is computed anew after loading."""
+        """Weights are as the native model has made them; what is not saved is computed anew after loading."""
         if isinstance(module, RotaryPositions):
             init.copy_(module.frequencies, rotary_frequencies(self.model.config))
+        if isinstance(module, Method):
+            module.set_progress(1.0)
 
     # -- the pass
 

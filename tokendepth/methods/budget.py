@@ -89,9 +89,8 @@ class Budget(ExactBuffers, Method):
         return spread(profile, budget) if profile else [budget] * len(self._routed())
 
     def set_progress(self, done: float) -> None:
-        if self.knobs.anneal:
-            wanted = 1 - torch.tensor(self.shares)
-            self.skipping.copy_(wanted * annealed(done, self.knobs.anneal))
+        wanted = 1 - torch.tensor(self.shares)
+        self.skipping.copy_(wanted * annealed(done, self.knobs.anneal))
 
     def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         return self._train(hidden, ctx) if self.training else self._execute(hidden, ctx)
