@@ -77,7 +77,7 @@ def knobs() -> str:
     return f"Learning rates: {rates}.\n\n{table(['', 'knob', 'values', 'why this one'], rows, words=4)}"
 
 
-def choices(found: Search, contended: Sequence[Contender] = contenders.CONTENDERS) -> str:
+def choices(found: Search, contended: Sequence[Contender] | None = None) -> str:
     titles = [
         "",
         "chosen",
@@ -90,7 +90,7 @@ def choices(found: Search, contended: Sequence[Contender] = contenders.CONTENDER
         "runs",
     ]
     rows = []
-    for one in contended:
+    for one in contenders.CONTENDERS if contended is None else contended:
         count, lost = len(one.values) * len(contenders.RATES), found.lost[one]
         ended = f"{count - found.missing[one]} of {count}" + (f", {lost} lost" if lost else "")
         tried = found.tried[one]

@@ -845,6 +845,7 @@ def test_the_weights_do_not_depend_on_what_was_drawn_before(case):
 
 
 @each_case_slowly
+@pytest.mark.long
 def test_it_learns_far_more_than_the_frequencies_of_tokens(case, tmp_path):
     """As it is executed: a model that knew only how often each character occurs would score the unigram loss."""
     config = tiny(tmp_path, CASES[case], n_layer=model_of(case).n_layer, steps=100, batch_size=8)

@@ -72,7 +72,7 @@ def insert(path: Path, *, before: str, text: str) -> None:
 def tree(tmp_path_factory) -> Path:
     """The repository with one method more."""
     root = tmp_path_factory.mktemp("tree")
-    for name in ("tokendepth", "paper", "benchmarks", "tests", "docs", "results"):
+    for name in ("tokendepth", "paper", "benchmarks", "tests", "docs", "results", "examples"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in (
         "README.md",
@@ -106,6 +106,7 @@ def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=tree, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_the_contract_suite_runs_over_it(tree):
     done = run(tree, "tests/test_contract.py", "tests/infer/test_engine.py", "-k", "toy", "-m", "not slow")
     assert done.returncode == 0, done.stdout[-3000:]

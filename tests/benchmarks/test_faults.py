@@ -104,7 +104,9 @@ def test_every_fault_is_tried():
     assert SMALL.keys() == FAULTS.keys()
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name == "kill-rank" else name for name in SMALL]
+)
 def test_nothing_is_lost(name, tmp_path):
     outcome = tried(name, tmp_path)
     if outcome.skipped:
@@ -252,6 +254,7 @@ def test_what_is_not_synced_is_noticed(forgotten, tmp_path, monkeypatch):
     assert tried("power-cut", tmp_path).failures
 
 
+@pytest.mark.long
 def test_ranks_that_take_other_batches_are_noticed(tmp_path, monkeypatch):
     real = exactness.subject
     monkeypatch.setattr(exactness, "subject", lambda folder, **train: real(folder, seed=1, **train))
@@ -289,6 +292,7 @@ def test_mutations_are_of_every_kind_and_repeatable():
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_rows_are_written_as_they_come(tmp_path, monkeypatch):
     log = every_update(monkeypatch)
     rows = list(measure("cpu", tmp_path / "results", "finished, data-order", 0.05))

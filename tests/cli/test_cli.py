@@ -142,6 +142,8 @@ def test_doctor_finds_this_installation_healthy(capsys):
     assert "FAIL" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_demo_trains_evaluates_and_reports_and_does_not_repeat_itself(tmp_path, capsys, monkeypatch):
     from tokendepth.config import override
 
@@ -231,6 +233,8 @@ def test_describing_a_model_takes_none_of_its_memory(capsys):
     assert json.loads(capsys.readouterr().out)["parameters"] > 10**13
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_bash_completes_commands_recipes_and_options(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--tyro-print-completion", "bash"])

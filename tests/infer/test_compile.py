@@ -33,9 +33,9 @@ def fresh_compiler():
     ("config", "method", "batch"),
     [
         (MODEL, TSAConfig(), 1),
-        (MODEL, BudgetConfig(), 3),
-        pytest.param(MODERN, TSAConfig(), 3, marks=pytest.mark.slow),
-        pytest.param(MODERN, BudgetConfig(), 1, marks=pytest.mark.slow),
+        pytest.param(MODEL, BudgetConfig(), 3, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(MODERN, TSAConfig(), 3, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(MODERN, BudgetConfig(), 1, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(MODERN, SpanConfig(), 3, marks=pytest.mark.slow),
     ],
     ids=["classic tsa", "classic budget", "modern tsa", "modern budget", "modern span"],
@@ -60,6 +60,7 @@ def test_skipping_is_one_graph_and_equals_hard(config, method, batch):
 
 @pytest.mark.slow
 @torch.no_grad()
+@pytest.mark.long
 def test_what_changes_afterwards_is_seen():
     """Weights are constants to the compiler, so that a budget or new weights might go unnoticed."""
     one, other = (

@@ -193,6 +193,7 @@ def test_auto_is_the_kernel_for_what_it_knows(kernels_on_a_gpu, router):
     assert launched(64, torch.float32) == []
 
 
+@pytest.mark.slow
 def test_kernel(measured):
     """By case: the errors of kernel and library, and whether the kernel decided as `decide` does on its logits."""
     wrong = {}

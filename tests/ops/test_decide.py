@@ -113,6 +113,7 @@ def test_auto_is_the_kernel_where_kernels_serve_the_states(kernels_on_a_gpu):
     assert kernels_on_a_gpu(run, logit, states.bfloat16()) == []
 
 
+@pytest.mark.slow
 def test_kernel(measured):
     """Whether the kernel decided and listed as the reference does, and listed flags as well."""
     assert set(measured) == {*cases(), "no number"}

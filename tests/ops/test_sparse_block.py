@@ -333,6 +333,7 @@ def ways() -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_kernel(measured):
     """By case: the errors of kernel and library, and whether others' states and all inputs but h are the same."""
     assert set(measured) == set(ways())

@@ -85,6 +85,7 @@ def test_costs_are_those_of_the_method(outcomes):
     assert costs("ITT, 6 layers, 4 steps")["kv_bytes_reserved_per_token"] == 15 * 2 * 4 * 16
 
 
+@pytest.mark.long
 def test_what_has_its_rows_is_not_done_again(quick, tmp_path):
     """As on a machine that was handed back: rows are all that is left, and those of one method are lost."""
     shutil.copytree(quick / "results", tmp_path / "results")

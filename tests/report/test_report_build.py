@@ -220,6 +220,7 @@ def test_a_method_without_a_soft_mode(make_run, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_twelve_runs_on_two_corpora(make_run, tmp_path):
     each = {"evaluation": tsa_evaluation(text="ab c"), "rows": metrics(until=750)}
     runs = [make_run(f"run{i}", **each, penalty=i, corpus=("enwik8", "stdlib")[i % 2]) for i in range(12)]

@@ -46,6 +46,7 @@ def assert_same_result(run: Run, undisturbed: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kill_9_before_every_single_touch_of_the_disk_loses_nothing(server, undisturbed, tmp_path):
     """Not at random moments but at all of them: a run of two steps is killed before its first, second, ... call."""
     config, _ = undisturbed

@@ -183,7 +183,10 @@ def test_under_nohup_a_closed_terminal_stops_nothing(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGHUP, signal.SIGUSR1))],
+)
 def test_ranks_stop_at_the_same_step_whichever_was_asked(undisturbed, number, tmp_path):
     """Only the second of them gets the signal; the first one writes the checkpoint, and says so."""
     config, _ = undisturbed

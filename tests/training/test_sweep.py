@@ -214,6 +214,7 @@ def test_the_command_trains_prints_and_collects(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_curve_that_is_asked_for_later_is_added(tmp_path):
     configs, out = {"budget": grid(tmp_path)["budget"]}, tmp_path / "sweep"
     (plain,) = sweep(configs, out, show=False).runs

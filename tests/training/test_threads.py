@@ -103,6 +103,7 @@ def test_what_is_no_number_of_threads_is_none(begun):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.long
 def test_another_omp_num_threads_changes_no_bit(ranks, tmp_path):
     """torchrun sets it to 1, where a user has not."""
     corpus, steps = tiny(tmp_path).data.corpus, 60
