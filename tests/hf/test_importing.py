@@ -230,6 +230,22 @@ def test_a_tokenizer_of_another_form_is_refused(change):
         data.tokenizer_from_dict({**tree, **change})
 
 
+def test_routers_are_put_into_a_model_of_others(tmp_path, corpus):
+    """From its folder; untrained and at full budget the result is that model, which reads and ends texts as it did."""
+    folder = write_llama(tmp_path / "model", begins=True)
+    changes = {"train.steps": 2, "train.batch_size": 2, "train.lr": 0.0}
+    options = {"corpus": corpus, "budget": 0.8, "begin": 1, "length": 1, "context": 32}
+    routed = td.retrofit(folder, tmp_path / "routed", changes=changes, show=False, **options)
+    base = td.Run.open(tmp_path / "routed-base")
+    assert tokenizer_of(routed) == tokenizer_of(base)
+    ids = torch.tensor([tokenizer_of(base).encode_prompt("seven green bottles")])
+    full = td.load(routed, budget=1.0)
+    torch.testing.assert_close(full(ids, execution="hard").logits, td.load(base)(ids).logits, rtol=0, atol=0)
+    assert 0 < td.load(routed)(ids).trace.totals().active_fraction < 1
+    with pytest.raises(td.UserError, match="without a corpus; name a text"):
+        td.retrofit(folder, tmp_path / "other", show=False)
+
+
 def test_windows_begin_as_texts_begin(tmp_path, corpus):
     """What begins every text is read in every window and is nobody's target; all else is a target once."""
     run = import_model(write_llama(tmp_path / "model", begins=True), tmp_path / "run", corpus=corpus)
