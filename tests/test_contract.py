@@ -115,6 +115,11 @@ each_run = pytest.mark.parametrize(
 each_case_slowly = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case.endswith(" modern") else case for case in CASES]
 )
+# What takes longer still leaves the modern block to `make test-all` alone.
+AT_LENGTH = {False: [pytest.mark.slow], True: [pytest.mark.slow, pytest.mark.long]}
+each_case_at_length = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=AT_LENGTH[case.endswith(" modern")]) for case in CASES]
+)
 each_active = pytest.mark.parametrize("active", ACTIVE)
 
 
@@ -564,7 +569,7 @@ def seeded(loss: Callable[[], Tensor]) -> Tensor:
     return loss()
 
 
-@each_case_slowly
+@each_case_at_length
 def test_training_asks_nothing_of_the_device(case):
     """One graph, shapes and all, before a number is known: what a compiler and a CUDA graph need."""
     _, loss = training_loss(case)
@@ -844,8 +849,7 @@ def test_the_weights_do_not_depend_on_what_was_drawn_before(case):
 # --- 8. it learns -----------------------------------------------------------------------------------------------------
 
 
-@each_case_slowly
-@pytest.mark.long
+@each_case_at_length
 def test_it_learns_far_more_than_the_frequencies_of_tokens(case, tmp_path):
     """As it is executed: a model that knew only how often each character occurs would score the unigram loss."""
     config = tiny(tmp_path, CASES[case], n_layer=model_of(case).n_layer, steps=100, batch_size=8)

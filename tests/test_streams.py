@@ -158,6 +158,7 @@ def trained(tmp_path_factory) -> Path:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_training_to_which_nobody_listens_is_finished(server, corpus, where, code, tmp_path):
     """What cannot be said at its end decides about the exit code, not about the run."""
     arguments = ["train", "demo.tsa", *corpus, *TINY, "--train.steps", 4, "--train.eval-every", 2]

@@ -104,8 +104,11 @@ def test_every_fault_is_tried():
     assert SMALL.keys() == FAULTS.keys()
 
 
+LONG = ("kill-rank", "data-order", "signals", "foreign-files")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name == "kill-rank" else name for name in SMALL]
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in SMALL]
 )
 def test_nothing_is_lost(name, tmp_path):
     outcome = tried(name, tmp_path)
@@ -119,6 +122,7 @@ def test_nothing_is_lost(name, tmp_path):
         assert ";" in line, f"no remedy: {line}"
 
 
+@pytest.mark.long
 def test_mutations_by_hypothesis_are_read_as_written_or_refused(tmp_path):
     hypothesis = pytest.importorskip("hypothesis")
     from hypothesis import strategies as st

@@ -414,11 +414,10 @@ def test_every_weight_and_gradient_is_aligned_in_its_buffer():
     assert {(g.data_ptr() - step.gradient.data_ptr()) % 256 for g in step.gradients} == {0}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the compiler's own warnings are none of ours
-@pytest.mark.parametrize(
-    "method", [pytest.param(method, marks=pytest.mark.long) if method == "dense" else method for method in METHODS]
-)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_compiled_step_computes_the_same_and_is_compiled_once(method):
     import torch._dynamo as dynamo
 

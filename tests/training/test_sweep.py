@@ -139,6 +139,7 @@ def test_at_the_deadline_what_runs_is_saved(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_evaluated_on_the_split_that_is_asked_for(tmp_path):
     configs, out = {"dense": grid(tmp_path)["dense"]}, tmp_path / "sweep"
     for split in ("val", "test"):
@@ -147,6 +148,7 @@ def test_a_run_is_evaluated_on_the_split_that_is_asked_for(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_folder_of_another_config_is_a_failure_and_is_left_alone(tmp_path):
     configs, out = {"dense": grid(tmp_path)["dense"]}, tmp_path / "sweep"
     sweep(configs, out, show=False)
