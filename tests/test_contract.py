@@ -112,13 +112,13 @@ each_run = pytest.mark.parametrize(
     ],
 )
 # What takes seconds a case is tried on the modern block by `make test-all`.
+AT_LENGTH = [pytest.mark.slow, pytest.mark.long]
 each_case_slowly = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case.endswith(" modern") else case for case in CASES]
+    "case", [pytest.param(case, marks=AT_LENGTH) if case.endswith(" modern") else case for case in CASES]
 )
-# What takes longer still leaves the modern block to `make test-all` alone.
-AT_LENGTH = {False: [pytest.mark.slow], True: [pytest.mark.slow, pytest.mark.long]}
+# What takes longer still is slow on the classic block, too.
 each_case_at_length = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=AT_LENGTH[case.endswith(" modern")]) for case in CASES]
+    "case", [pytest.param(case, marks=AT_LENGTH if case.endswith(" modern") else pytest.mark.slow) for case in CASES]
 )
 each_active = pytest.mark.parametrize("active", ACTIVE)
 
@@ -489,8 +489,7 @@ def test_decisions_that_are_told_are_those_that_are_given(case, active):
         assert torch.equal(told.logits, given.logits)
 
 
-@pytest.mark.slow
-@each_case
+@each_case_at_length
 @torch.no_grad()
 def test_given_decisions_leave_no_router_out(case):
     """A compiler drops what nobody uses; what is timed with decisions given would then not be what is served."""
@@ -850,6 +849,7 @@ def test_the_weights_do_not_depend_on_what_was_drawn_before(case):
 
 
 @each_case_at_length
+@pytest.mark.long
 def test_it_learns_far_more_than_the_frequencies_of_tokens(case, tmp_path):
     """As it is executed: a model that knew only how often each character occurs would score the unigram loss."""
     config = tiny(tmp_path, CASES[case], n_layer=model_of(case).n_layer, steps=100, batch_size=8)

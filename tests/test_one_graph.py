@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.test_contract import CASES, DEPTH, each_case, given_decisions, lively, tokens
+from tests.test_contract import CASES, DEPTH, each_case_at_length, given_decisions, lively, tokens
 from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig, RunConfig
 from tokendepth.methods import build
@@ -92,8 +92,7 @@ def test_a_question_is_noticed():
         torch.empty(3).sum().item()
 
 
-@pytest.mark.slow
-@each_case
+@each_case_at_length
 @torch.no_grad()
 def test_a_compiler_takes_the_pass_in_one_piece(case):
     """The graph alone, which is what can break; that its code is right is tried in infer/test_compile.py."""

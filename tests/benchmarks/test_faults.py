@@ -104,7 +104,7 @@ def test_every_fault_is_tried():
     assert SMALL.keys() == FAULTS.keys()
 
 
-LONG = ("kill-rank", "data-order", "signals", "foreign-files")
+LONG = ("kill-rank", "data-order", "signals", "foreign-files", "resume", "disk-full", "stop", "second")
 
 
 @pytest.mark.parametrize(

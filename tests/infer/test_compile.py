@@ -32,7 +32,7 @@ def fresh_compiler():
 @pytest.mark.parametrize(
     ("config", "method", "batch"),
     [
-        pytest.param(MODEL, TSAConfig(), 1, marks=pytest.mark.slow),
+        pytest.param(MODEL, TSAConfig(), 1, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(MODEL, BudgetConfig(), 3, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(MODERN, TSAConfig(), 3, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(MODERN, BudgetConfig(), 1, marks=[pytest.mark.slow, pytest.mark.long]),

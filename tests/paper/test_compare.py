@@ -70,6 +70,7 @@ def test_every_method_in_miniature(quick, outcomes):
     assert (quick / "docs" / "figures" / "compare-shakespeare.png").exists()
 
 
+@pytest.mark.long
 def test_costs_are_those_of_the_method(outcomes):
     def costs(title: str) -> dict[str, Any]:
         found = outcomes.cost(setting(title))
