@@ -350,6 +350,7 @@ def few(monkeypatch) -> tuple[Contender, ...]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_both_commands_in_miniature(few, tmp_path, capsys):
     rows = tmp_path / "results"
     main(["search", "--quick", "--out", str(tmp_path / "search"), "--results", str(rows)], PAPER)

@@ -216,6 +216,7 @@ def test_a_sweep_that_is_stopped_or_killed_stops_its_tasks_and_can_go_on(sweep_o
         ({}, "/proc/self/cwd/out", "does not see /proc/self/cwd/out; choose an --out that all nodes share"),
     ],
 )
+@pytest.mark.long
 def test_what_a_cluster_lacks_is_said_in_one_line(sweep_on, changes, out, says, tmp_path):
     code, _, err = sweep_on(out=out, **changes).end()
     (line,) = [line for line in err.splitlines() if line.startswith("tokendepth: ")]
