@@ -181,6 +181,9 @@ class Retrofit:
     What has its row in results/ is not repeated.
     """
 
+    search: bool = False
+    """First the search: short runs over learning rate and one knob each, from which the study takes its settings."""
+
     base: Path | None = None
     """A finished dense run; with --quick one is made."""
     corpus: str | None = None
@@ -192,7 +195,7 @@ class Retrofit:
     seeds: int = 3
     """How many seeds each, from 0; fewer than three prove nothing."""
     only: str = ""
-    """Of the contenders, these, with commas between them: dense, span, loss, budget, drop, dice; empty: all."""
+    """Of the contenders, these, with commas between them: dense, drop, replaced, span, dice; also loss, plain, budget."""
     train: TrainConfig = TRAIN
     quick: bool = False
     """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
@@ -207,11 +210,11 @@ class Retrofit:
 
     def __call__(self) -> None:
         with Progress(LOADING):
-            from paper.retrofit import study
+            from paper.retrofit import search, study
             from paper.retrofit_page import write
         results = self.results or (self.out / "results" if self.quick else Path("results"))
         settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        done = study(**{**settings, "results": results})
+        done = (search if settings.pop("search") else study)(**{**settings, "results": results})
         with Progress("drawing the page"):
             page = write(results, results.parent / "docs" / "RETROFIT.md")
         print(page)

@@ -109,12 +109,14 @@ def fill(
     workers: int | None = None,
     tokens: int | None = None,
     split: Split = "val",
+    curve: bool = True,
     here: bool = False,
     show: bool = True,
 ) -> Progress:
     """Give every config a row in the results file at `path`, as far as time allows; `each` also hears of every run.
 
-    `also` gives a row more columns; `tokens` and `split` are what runs are evaluated on.
+    `also` gives a row more columns; `tokens` and `split` are what runs are evaluated on, `curve` whether at every point
+    of a dial.
     `here` trains in this process, one after the other: for runs that take less time than a process takes to start.
     """
     from tokendepth.training.sweep import sweep, train_and_evaluate
@@ -128,7 +130,7 @@ def fill(
         add_rows(path, [{**row(run), "history": history(run), **more}], identity=("config",))
 
     if not here:
-        how = {"curve": True, "tokens": tokens, "split": split}
+        how = {"curve": curve, "tokens": tokens, "split": split}
         outcome = sweep(todo, out, workers=workers, deadline=deadline.at, each=write, show=show, **how)
         unwritten = missing(configs, path)  # finished before, by a call that was cut short
         for run in outcome.runs:
@@ -139,7 +141,7 @@ def fill(
     with progress.Progress("training and evaluating", len(names), unit="runs", show=show) as shown:
         while names and not deadline.passed():
             shown.update(note=names[0])
-            write(train_and_evaluate(todo[names[0]], out / names[0], curve=True, tokens=tokens, split=split))
+            write(train_and_evaluate(todo[names[0]], out / names[0], curve=curve, tokens=tokens, split=split))
             del names[0]
             shown.advance()
     return Progress({}, names)

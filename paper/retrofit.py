@@ -1,99 +1,194 @@
 """Retrofit, judged: one dense model brought to some budgets by routers, beside what must be beaten.
 
 All contenders begin with the same weights and are trained on the same tokens under the same seeds: the dense model
-trained alike; adjacent blocks dropped, then trained; a span with a learned router, and with dice in its place; a router
-for each block. Every loss is of the test split, executed sparsely, at a measured share of the base's block FLOPs.
+trained alike; adjacent blocks dropped, then trained; a linear map in their place, then trained; a span with a learned
+router, and with dice in its place; and more that can be named. Every loss is of the test split, executed sparsely, at a
+measured share of the base's block FLOPs.
 
-    from paper.retrofit import study
-    study(base=Path("runs/smollm2"), corpus="text:wiki.txt", max_minutes=9)      # repeat it until nothing is left
+The same small search for each of those that are trained differently, by a rule that was written first: `RATES` times two
+values of its one knob (dense models: four rates), seed 0, `SHORT` of the steps, at the first of the budgets; the run
+with the lowest loss on validation text is the contender's choice, at every budget. Dice take what the router took.
+
+    from paper.retrofit import search, study
+    search(base=Path("runs/smollm2"), corpus="text:wiki.txt", max_minutes=9)     # repeat both until nothing is left
+    study(base=Path("runs/smollm2"), corpus="text:wiki.txt", max_minutes=9)
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paper import grid, tables
 from paper.evidence import PAPER
 from paper.grid import Deadline, Progress, check_size
-from tokendepth.config import DataConfig, DenseConfig, ModelConfig, RunConfig, TrainConfig
+from tokendepth.config import DataConfig, DenseConfig, ModelConfig, RunConfig, TrainConfig, from_dict
 from tokendepth.errors import UserError, did_you_mean
-from tokendepth.runs.results import Row
+from tokendepth.runs.results import Row, read_rows
 from tokendepth.runs.run import Run
-from tokendepth.training.retrofit_options import TRAIN, RetrofitMethod, RetrofitOptions, RouterChoice
+from tokendepth.training.retrofit_options import TRAIN, RetrofitOptions
 
-ROWS = "retrofit.json"
+ROWS, SEARCH_ROWS = "retrofit.json", "retrofit_search.json"
 SEEDS = 3
 BUDGETS = "0.86,0.70"
-TOKENS = 2**19
+TOKENS = 2**17
+RATES = (1e-4, 3e-4)
+WARMUP = 20
+SHORT = 2 / 3
+"""Of the steps: the length of a run of the search."""
+ANNEAL = {"method.anneal": 0.1}
+FEW, SOME = 0.1, 0.25
+"""Shares of the tokens that take a span; its length follows from the budget."""
+
+Setting = Mapping[str, Any]
+"""Options of a retrofit, changes of its config by their dotted names, and `share`."""
 
 
 @dataclass(frozen=True)
 class Contender:
     name: str
     title: str
-    method: RetrofitMethod
-    router: RouterChoice | None = None
+    setting: Setting
+    knob: tuple[Setting, ...] = ({},)
+    """What the search tries, the first unless it was run."""
+    rates: tuple[float, ...] = RATES
+    like: str = ""
+    """Takes what the search chose for that one."""
+    default: bool = True
+    """Part of the study unless others are named."""
 
-    def options(self, budget: float, corpus: str | None, context: int | None) -> RetrofitOptions:
-        return RetrofitOptions(corpus=corpus, budget=budget, method=self.method, router=self.router, context=context)
+    def tries(self) -> list[tuple[float, Setting]]:
+        return [] if self.like else [(rate, one) for one in self.knob for rate in self.rates]
 
 
+ROUTED: Setting = {"method": "span", "bypass": True, **ANNEAL}
+SHARES: tuple[Setting, ...] = ({"share": SOME}, {"share": FEW})
+CHOOSE: tuple[Setting, ...] = ({"choose": "alike"}, {"choose": "loss"})
 CONTENDERS = (
-    Contender("dense", "dense, trained alike", "dense"),
-    Contender("span", "one decision for a span; router told the divergence", "span", "kl"),
-    Contender("drop", "adjacent blocks dropped, then trained", "drop"),
-    Contender("dice", "the span, dice instead of the router", "span", "dice"),
-    Contender("budget", "a router for each block, told the size of the update", "budget", "update"),
-    Contender("loss", "the span; router told the true loss", "span", "loss"),
+    Contender("dense", "dense, trained alike", {"method": "dense"}, rates=(5e-5, 1e-4, 2e-4, 3e-4)),
+    Contender("drop", "adjacent blocks dropped, then trained", {"method": "drop"}, CHOOSE),
+    Contender("replaced", "a linear map in their place, then trained", {"method": "drop", "bypass": True}, CHOOSE),
+    Contender("span", "one decision for a span, a linear map where it is skipped", ROUTED, SHARES),
+    Contender("dice", "the same, dice instead of the router", {**ROUTED, "router": "dice"}, SHARES, like="span"),
+    Contender("loss", "the same, router told the true loss", {**ROUTED, "router": "loss"}, SHARES, default=False),
+    Contender("plain", "a span without the linear map", {**ROUTED, "bypass": False}, SHARES, default=False),
+    Contender("budget", "a router for each block, told the size of the update", {"method": "budget"}, default=False),
 )
 """What decides most comes first: a call that is cut short has it."""
 SHAPE = ModelConfig(d_model=32, n_layer=8, n_head=4, d_ff=48, context=16, dropout=0.0)
 """Of the base of a miniature."""
 
 
-def study(
-    *,
-    base: Path | None = None,
-    corpus: str | None = None,
-    context: int | None = None,
-    budgets: str = BUDGETS,
-    seeds: int = SEEDS,
-    only: str = "",
-    train: TrainConfig = TRAIN,
-    quick: bool = False,
-    max_minutes: float | None = None,
-    out: Path = Path("runs/retrofit"),
-    results: Path = Path("results"),
-    workers: int | None = None,
-    show: bool = True,
-) -> Progress:
-    """Fill the rows of all contenders at all budgets; run folders go to `out`."""
-    check_size(seeds, max_minutes)
-    if base is None and not quick:
-        raise UserError("python -m paper retrofit needs --base RUN, a finished dense run; tokendepth import makes one")
-    found = _miniature_base(out, show=show) if base is None else Run.open(base)
-    if quick:
-        seeds, train = 1, replace(train, steps=4, batch_size=4, eval_every=4, checkpoint_every=4, device="cpu")
-    wanted = _chosen(only)
+@dataclass(frozen=True)
+class Plans:
+    """From a contender and a budget to a config."""
+
+    base: Run
+    corpus: str | None
+    context: int | None
+    train: TrainConfig
+    show: bool
+    known: dict[str, RunConfig] = field(default_factory=dict)
+
+    def config(self, setting: Setting, budget: float, rate: float, steps: int) -> RunConfig:
+        from tokendepth.training.retrofit_plan import plan, span_length
+
+        setting = dict(setting)
+        share = setting.pop("share", None)
+        changes = {name: setting.pop(name) for name in list(setting) if "." in name}
+        model = (
+            self.base.config.model if self.context is None else replace(self.base.config.model, context=self.context)
+        )
+        if share is not None:
+            setting["length"] = span_length(replace(self.base.config, model=model), budget, share)
+        key = f"{setting} {budget}"
+        if key not in self.known:  # what is measured on the base is measured once
+            how = RetrofitOptions(corpus=self.corpus, budget=budget, context=self.context, distill=0.0, **setting)
+            self.known[key] = plan(self.base, how, changes, show=self.show)
+        warmup = min(WARMUP, steps - 1)
+        rhythm = {"eval_every": steps, "checkpoint_every": steps, "compile": "off"}  # too few steps to repay compiling
+        train = replace(self.train, lr=rate, warmup=warmup, steps=steps, **rhythm)
+        return replace(self.known[key], train=train)
+
+
+def search(*, budgets: str = BUDGETS, results: Path = Path("results"), **settings: Any) -> Progress:
+    """Fill the rows of the search."""
+    study = _Study(budgets=budgets, results=results, **settings)
+    steps = max(2, round(SHORT * study.train.steps))
+    configs = {}
+    for one in study.wanted:
+        for number, (rate, knob) in enumerate(one.tries()):
+            name = f"{one.name}-{study.budgets[0]:g}-try{number}"
+            configs[name] = study.plans.config({**one.setting, **knob}, study.budgets[0], rate, steps)
+    return study.fill(configs, SEARCH_ROWS, "val")
+
+
+def study(*, budgets: str = BUDGETS, seeds: int = SEEDS, results: Path = Path("results"), **settings: Any) -> Progress:
+    """Fill the rows of all contenders at all budgets."""
+    study = _Study(budgets=budgets, seeds=seeds, results=results, **settings)
+    chosen = choices(results / SEARCH_ROWS, study.base)
     configs: dict[str, RunConfig] = {}
-    for number, budget in enumerate(_numbers(budgets)):
-        for one in wanted:
-            if one.method == "dense" and number:  # it is the same at any budget
+    for number, budget in enumerate(study.budgets):
+        for one in study.wanted:
+            if one.name == "dense" and number:  # it is the same at any budget
                 continue
-            config = _planned(found, one.options(budget, corpus, context), train, show=show)
-            for seed in range(seeds):
-                seeded = replace(config, train=replace(config.train, seed=seed))
-                configs[f"{one.name}-{budget:g}-seed{seed}"] = seeded
-    tokens = tables.MINIATURE_TOKENS if quick else TOKENS
-    how: dict[str, Any] = {"workers": workers, "show": show, "here": quick, "tokens": tokens, "split": "test"}
-    with grid.repeatable(out):
-        return grid.fill(configs, out, results / ROWS, Deadline.after(max_minutes), also=at_full_budget, **how)
+            rate, knob = chosen.get(one.like or one.name, (one.rates[0], one.knob[0]))
+            config = study.plans.config({**one.setting, **knob}, budget, rate, study.train.steps)
+            for seed in range(study.seeds):
+                name = f"{one.name}-{budget:g}-seed{seed}"
+                configs[name] = replace(config, train=replace(config.train, seed=seed))
+    return study.fill(configs, ROWS, "test", also=at_full_budget)
 
 
-def _planned(base: Run, options: RetrofitOptions, train: TrainConfig, *, show: bool) -> RunConfig:
-    from tokendepth.training.retrofit_plan import plan
+def choices(path: Path, base: Run) -> dict[str, tuple[float, Setting]]:
+    """For each contender that was searched: the rate and setting with the lowest loss on validation text."""
+    found: dict[str, dict[int, float]] = {}
+    for row in read_rows(path) if path.exists() else []:
+        retrofit = from_dict(row["config"]).retrofit
+        if retrofit is not None and retrofit.sha256 == base.fingerprint:
+            name, _, number = row["name"].rsplit("-", 2)
+            found.setdefault(name, {})[int(number.removeprefix("try"))] = row["evaluation"]["sparse"]["loss"]
+    tries = {one.name: one.tries() for one in CONTENDERS}
+    return {name: tries[name][min(losses, key=losses.__getitem__)] for name, losses in found.items()}
 
-    return replace(plan(base, options, show=show), train=train)
+
+class _Study:
+    def __init__(
+        self,
+        *,
+        base: Path | None = None,
+        corpus: str | None = None,
+        context: int | None = None,
+        budgets: str = BUDGETS,
+        seeds: int = SEEDS,
+        only: str = "",
+        train: TrainConfig = TRAIN,
+        quick: bool = False,
+        max_minutes: float | None = None,
+        out: Path = Path("runs/retrofit"),
+        results: Path = Path("results"),
+        workers: int | None = None,
+        show: bool = True,
+    ) -> None:
+        check_size(seeds, max_minutes)
+        if base is None and not quick:
+            remedy = "a finished dense run; tokendepth import makes one"
+            raise UserError(f"python -m paper retrofit needs --base RUN, {remedy}")
+        self.budgets, self.wanted = _numbers(budgets), _chosen(only)
+        if quick:
+            seeds, train = 1, replace(train, steps=4, batch_size=4, eval_every=4, checkpoint_every=4, device="cpu")
+        self.deadline = Deadline.after(max_minutes)
+        self.base = _miniature_base(out, show=show) if base is None else Run.open(base)
+        self.seeds, self.train, self.quick, self.out, self.results = seeds, train, quick, out, results
+        self.workers, self.show = workers, show
+        self.plans = Plans(self.base, corpus, context, train, show)
+
+    def fill(self, configs: dict[str, RunConfig], rows: str, split: str, **more: Any) -> Progress:
+        tokens = tables.MINIATURE_TOKENS if self.quick else TOKENS
+        how: dict[str, Any] = {"workers": self.workers, "show": self.show, "here": self.quick, "tokens": tokens}
+        with grid.repeatable(self.out):
+            path = self.results / rows
+            return grid.fill(configs, self.out, path, self.deadline, split=split, curve=False, **how, **more)
 
 
 def _chosen(only: str) -> list[Contender]:
@@ -101,7 +196,7 @@ def _chosen(only: str) -> list[Contender]:
     for name in filter(None, only.split(",")):
         if name not in names:
             raise UserError(f"--only has {name!r}: no such contender; {did_you_mean(name, names)}")
-    return [one for one in CONTENDERS if not only or one.name in only.split(",")]
+    return [one for one in CONTENDERS if (one.name in only.split(",") if only else one.default)]
 
 
 def _numbers(budgets: str) -> list[float]:

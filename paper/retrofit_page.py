@@ -221,8 +221,10 @@ def draw(base: Base) -> Drawing | None:
     line = places("dense")[:1] + places("drop")
     dense = [("dropped" if n else "dense, trained alike", place) for n, place in enumerate(line)]
     looks = {
+        "replaced": (look("early_exit").colour, "s"),
         "span": (look("span").colour, "D"),
         "loss": (look("span").colour, "P"),
+        "plain": (look("span").colour, "v"),
         "dice": (look("random").colour, "x"),
         "budget": (look("budget").colour, "o"),
     }
@@ -238,12 +240,14 @@ def draw(base: Base) -> Drawing | None:
 def write(results: Path, path: Path) -> Path:
     """The page at `path` and its figures in `figures/` beside it."""
     figures, folder = {}, path.parent / "figures"
+    with disk_faults(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
     for base in bases(results / ROWS):
         with needs_report_extra(results):
             drawing = draw(base)
         if drawing:
             with disk_faults(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(exist_ok=True)
             write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
             write_bytes(folder / f"{drawing.name}.png", drawing.png)
             figures[base.name] = f"![](figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"

@@ -79,6 +79,7 @@ def retrofit(
     begin: int | None = None,
     length: int | None = None,
     choose: Choice = "alike",
+    bypass: bool = False,
     drop: int | None = None,
     trains: Literal["all", "lora", "routers"] = "all",
     rank: int = 8,
@@ -103,7 +104,7 @@ def retrofit(
     """
     options = RetrofitOptions(
         corpus=corpus, budget=budget, method=method, router=router, begin=begin, length=length, choose=choose,
-        drop=drop, trains=trains, rank=rank, distill=distill, context=context,
+        bypass=bypass, drop=drop, trains=trains, rank=rank, distill=distill, context=context,
     )  # fmt: skip
     base = _dense_run(model, Path(out))
     begun = retrofit_plan.begun_in(out) if resume else None

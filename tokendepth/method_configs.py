@@ -256,7 +256,7 @@ class SpanConfig(MethodConfig):
     length: int | None = None
     """How many blocks the span has; unless set, it leaves as many after it as come before it."""
     budget: float = 0.25
-    """Share of the tokens that take the span, above 0 and up to 1."""
+    """Share of the tokens that take the span, above 0 and up to 1; 0 where a bypass replaces it for all."""
     decide: Literal["score", "boundary", "gain", "rule", "dice"] = "score"
     """A learned score, H-Net's boundaries, a score that predicts what skipping costs, ends of words, or by chance."""
     keys: Literal["active", "all"] = "active"
@@ -267,14 +267,19 @@ class SpanConfig(MethodConfig):
     """Of boundary: weight of the loss by which the share of tokens is learned; 0 holds it by a quantile instead."""
     learn: Literal["weight", "straight"] = "weight"
     """Of score: it learns by weighing the updates, or straight through the decision, which leaves them unweighted."""
-    gain: Literal["loss", "kl"] = "loss"
-    """Of gain: what skipping costs, in true loss, or in divergence from the model that skips nothing."""
+    gain: Literal["loss", "kl", "teacher"] = "loss"
+    """Of gain: what skipping costs, in true loss, or in divergence from the model itself when nothing is skipped, or
+    from the untouched model that a retrofit began with."""
     anneal: float = 0.0
     """Part of the training in which the share of tokens falls from 1 to the budget."""
+    bypass: bool = False
+    """Tokens that skip the span take one linear map instead; in a retrofit at first the one that fits the span best."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("method.begin", self.begin, 0, 1000)
+        if self.bypass:
+            check(self.carry == "none", "method.carry", self.carry, "none, since a bypass is an update of its own")
         check_range("method.anneal", self.anneal, 0, 1)
         if self.decide != "score":
             check(self.learn == "weight", "method.learn", self.learn, f"weight, since decide is {self.decide}")
@@ -284,13 +289,27 @@ class SpanConfig(MethodConfig):
             check(self.gain == "loss", "method.gain", self.gain, f"loss, since decide is {self.decide}")
         if self.length is not None:
             check_range("method.length", self.length, 1, 1000)
-        check_budget("method.budget", self.budget)
+        if self.replaced:
+            expected = "dice, with keys of the active tokens and no anneal, since the budget is 0"
+            check(
+                self.decide == "dice" and self.keys == "active" and not self.anneal,
+                "method.decide",
+                self.decide,
+                expected,
+            )
+        else:
+            check_budget("method.budget", self.budget)
         check_range("method.ratio_loss", self.ratio_loss, 0, 1000)
         if self.decide not in ("score", "boundary"):
             expected = f"none or last, since decide is {self.decide}, which has no probability to smooth by"
             check(self.carry != "smooth", "method.carry", self.carry, expected)
         if self.decide == "boundary" and self.budget == 1:
             check(self.ratio_loss == 0, "method.ratio_loss", self.ratio_loss, "0, since the budget is 1")
+
+    @property
+    def replaced(self) -> bool:
+        """No token takes the span: the bypass stands in its place."""
+        return self.bypass and self.budget == 0
 
     def blocks(self, n_layer: int) -> range:
         """Which of the model's blocks are the span."""

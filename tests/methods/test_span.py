@@ -284,7 +284,7 @@ def test_the_gain_is_what_a_token_loses_without_the_span():
             for one in (dense_like(model, skip=method_of(model).span), dense_like(model))
         )
         hidden = method_of(model).blocks[0](embedded, ctx)
-        score = method_of(model)._score(hidden, ctx)
+        score = method_of(model).decider(method_of(model)._seen(hidden), ctx)
     target = gain_target(without - dense)
     assert out.losses["gain"].item() == pytest.approx((score - target)[:, 3:].square().mean().item(), rel=1e-4)
     assert target.std() > 0.1

@@ -187,7 +187,8 @@ def test_the_gain_is_the_divergence_of_the_model_without_the_span_from_the_teach
     with torch.no_grad():
         skipped = without(ids).logits
         entering, ctx = model.entering(ids, "hard")
-        score = model.method._score(model.method.blocks[0](entering, ctx), ctx)  # pyright: ignore
+        seen = model.method._seen(model.method.blocks[0](entering, ctx))  # pyright: ignore
+        score = model.method.decider(seen, ctx)  # pyright: ignore
     for teacher in (other, None):
         told = other if teacher is not None else dense(ids).logits.detach()
         target = torch.log1p(10 * divergence(told, skipped))

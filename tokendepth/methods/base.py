@@ -1,6 +1,6 @@
 """What every method is: it owns its blocks and routers and says how depth is spent."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,16 @@ class Method(nn.Module):
     def routers(self) -> Sequence[nn.Module]:
         """The modules that decide; none for a fixed depth."""
         return []
+
+    def additions(self) -> Sequence[nn.Module]:
+        """What a retrofit puts into a dense model: the routers, and what else is new in it."""
+        return self.routers()
+
+    def fit(self, parts: Iterable[Tensor], ctx: Context) -> None:
+        """Before a retrofit is trained: give what is new in the model its first weights, by states of some text.
+
+        parts: embedded tokens, each `[batch, time, d]`.
+        """
 
     def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
         """Receive the text of each token before training, for methods that decide by it; kept as a buffer."""

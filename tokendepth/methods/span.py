@@ -9,7 +9,8 @@ block, as a model that was trained without a span needs it; then rows are gather
 
 What a token gets of the updates, c_t, by `carry`: none, its own, or nothing where it skipped; last, the one of the last
 active token; smooth, z of that token, with z_t = p_t u_t + (1 - p_t) z_{t-1} over active tokens, p_1 = 1 and p the
-decider's. Where updates are carried the first token of a sequence is always active.
+decider's. Where updates are carried the first token of a sequence is always active. With a `bypass`, a token that skips
+takes a linear map instead, h <- h + rms(h) W norm(h), before the blocks project its keys and values.
 
 `budget` names the share of tokens that take the span. While training tau is the batch's own quantile; in use it is one
 number, calibrated on training text, so that a decision depends on the token's past alone. Training needs shapes that
@@ -22,7 +23,7 @@ listed rows, as in Mixture-of-Depths.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from tokendepth.config import ModelConfig, SpanConfig
 from tokendepth.context import Context, Rows
 from tokendepth.layers.exact_buffers import ExactBuffers
+from tokendepth.layers.ffn import initialise_residual
 from tokendepth.layers.norm import without_scale
 from tokendepth.methods.base import Dial, Method, annealed, blocks_of, divergence, everyone
 from tokendepth.methods.budget import CURVE, gain_target, quantile, threshold_for
@@ -53,6 +55,8 @@ from tokendepth.trace import Site
 
 ROOM = 1.5
 """Rows that a sequence has in the span while training, as a multiple of its share of tokens."""
+RIDGE = 1e-3
+"""Added to the mean square of what a bypass reads when it is fitted."""
 
 
 class Span(ExactBuffers, Method):
@@ -68,7 +72,12 @@ class Span(ExactBuffers, Method):
         self.knobs, self.span = config, config.blocks(model.n_layer)
         self.blocks = nn.ModuleList(Block(model, layer) for layer in range(model.n_layer))
         self.decider = make_decider(model, config)
-        self.batch_statistic, self.wants_teacher = self.decider.statistic, config.gain == "kl"
+        self.bypass = Bypass(model) if config.bypass else None
+        if config.replaced:
+            _, replaced, _ = self._stages()
+            for block in replaced:
+                block.requires_grad_(False)
+        self.batch_statistic, self.wants_teacher = self.decider.statistic, config.gain == "teacher"
         self.register_buffer("threshold", torch.tensor(self.decider.threshold))
         self.register_buffer("skipping", torch.tensor(1 - config.budget), persistent=False)
         self.set_progress(0.0)
@@ -79,18 +88,22 @@ class Span(ExactBuffers, Method):
     def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         before, _, after = self._stages()
         hidden = _through(before, hidden, ctx)
-        score = self._score(hidden, ctx)
+        seen = self._seen(hidden)
+        score = self.decider(seen, ctx)
         ranked = self._ranked(score, ctx)
+        passed_by = hidden if self.bypass is None else hidden + self.bypass(seen, hidden)
         fewer_keys, losses = None, {}
         if self.training:
             threshold = self._training_threshold(ranked, ctx)
-            state, active = self._train(hidden, ctx, ranked, threshold)
-            losses = self._losses(hidden, score, ctx)
+            state, active = self._train(hidden, passed_by, ctx, ranked, threshold)
+            losses = self._losses(hidden, passed_by, score, ctx)
         else:
             threshold = ctx.thresholds([self.threshold] * len(self.span))[0]
             listing = hidden if ctx.execution == "sparse" else None  # for kernels: once for all blocks
             decision = decide(-ranked, threshold, ctx.valid, states=listing)
             active = decision.active
+            if self.bypass is not None:
+                hidden = torch.where(active[..., None], hidden, passed_by)
             state, fewer_keys = self._execute(hidden, ctx, decision)
         if self.knobs.carry == "none" and self.decider.weight(score) is None:
             hidden = state  # exactly: where every token takes the span, this is the dense model to the bit
@@ -104,10 +117,10 @@ class Span(ExactBuffers, Method):
         blocks, begin, end = blocks_of(self.blocks), self.span.start, self.span.stop
         return blocks[:begin], blocks[begin:end], blocks[end:]
 
-    def _score(self, hidden: Tensor, ctx: Context) -> Tensor:
-        """`[batch, time]`, the higher the sooner active."""
+    def _seen(self, hidden: Tensor) -> Tensor:
+        """What decider and bypass read."""
         _, (first, *_), _ = self._stages()
-        return self.decider(without_scale(first.norm_attention, hidden), ctx)
+        return without_scale(first.norm_attention, hidden)
 
     def _ranked(self, score: Tensor, ctx: Context) -> Tensor:
         """What is compared with the threshold: a sequence's first token is above any where updates are carried."""
@@ -161,9 +174,24 @@ class Span(ExactBuffers, Method):
     @torch.no_grad()
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
         before, _, _ = self._stages()
-        ranked = torch.cat([self._ranked(self._score(_through(before, part, ctx), ctx), ctx) for part in parts])
+        seen = (self._seen(_through(before, part, ctx)) for part in parts)
+        ranked = torch.cat([self._ranked(self.decider(part, ctx), ctx) for part in seen])
         self.threshold.copy_(_finite(threshold_for(ranked, share)))
         return (ranked > self.threshold).float().mean(1)
+
+    @torch.no_grad()
+    def fit(self, parts: Iterable[Tensor], ctx: Context) -> None:
+        if self.bypass is None:
+            return
+        before, span, _ = self._stages()
+
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for part in parts:
+                hidden = _through(before, part, ctx)
+                update = _through(span, hidden, ctx) - hidden
+                yield self._seen(hidden).flatten(0, 1), (update / rms(hidden)).flatten(0, 1)
+
+        self.bypass.fit(pairs())
 
     # -- training
 
@@ -172,11 +200,17 @@ class Span(ExactBuffers, Method):
             return _finite(quantile(ranked, self.skipping.view(1, 1), ctx.valid))
         return self.skipping if isinstance(self.decider, Dice) else self.decider.threshold
 
-    def _train(self, hidden: Tensor, ctx: Context, ranked: Tensor, threshold: Tensor | float) -> tuple[Tensor, Tensor]:
-        """The states after the span, unchanged where skipped, and who was active."""
+    def _train(
+        self, hidden: Tensor, passed_by: Tensor, ctx: Context, ranked: Tensor, threshold: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
+        """The states after the span, `passed_by` where skipped, and who was active."""
         _, blocks, _ = self._stages()
+        if self.knobs.replaced:
+            return passed_by, torch.zeros_like(ranked, dtype=torch.bool)
         chosen = self._chosen(ranked, threshold, ctx)
         active = chosen.as_mask(ranked).bool()
+        if self.bypass is not None:
+            hidden = torch.where(active[..., None], hidden, passed_by)
         if self.knobs.keys == "active":
             taken = chosen.take(hidden)
             # The active ones stand first, so that causal attention alone keeps from them what fills up the rows.
@@ -203,22 +237,22 @@ class Span(ExactBuffers, Method):
         order = torch.where(there, best, best + time).sort(dim=1).values
         return Selected(order % time, order < time)
 
-    def _losses(self, hidden: Tensor, score: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def _losses(self, hidden: Tensor, passed_by: Tensor, score: Tensor, ctx: Context) -> dict[str, Tensor]:
         knobs = self.knobs
         if isinstance(self.decider, Boundary) and knobs.ratio_loss:
             ratio = ratio_loss(score, score > self.decider.threshold, knobs.budget, ctx)
             return {"ratio": knobs.ratio_loss * ratio}
         if isinstance(self.decider, Gain) and ctx.targets is not None:
             counted = (ctx.targets >= 0).float()  # elsewhere no loss is taken
-            errors = (score - gain_target(self._skipping_costs(hidden, ctx))).square()
+            errors = (score - gain_target(self._skipping_costs(hidden, passed_by, ctx))).square()
             return {"gain": (errors * counted).sum() / counted.sum().clamp(min=1)}
         return {}
 
     @torch.no_grad()
-    def _skipping_costs(self, hidden: Tensor, ctx: Context) -> Tensor:
+    def _skipping_costs(self, hidden: Tensor, passed_by: Tensor, ctx: Context) -> Tensor:
         """`[batch, time]`: what it costs each token that no token takes the span.
 
-        In loss against a pass in which all do, or in divergence from it; of a pretrained model, from the teacher.
+        In loss against a pass in which all do, or in divergence from it or from the teacher.
         """
         readout, targets = ctx.readout, ctx.targets
         assert readout is not None
@@ -231,18 +265,18 @@ class Span(ExactBuffers, Method):
         def loss(logits: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
-        skipped = read(hidden)
-        if self.knobs.gain == "kl" and ctx.teacher is not None:
+        skipped = read(passed_by)
+        if self.knobs.gain == "teacher" and ctx.teacher is not None:
             return divergence(ctx.teacher, skipped)
         taken = read(_through(span, hidden, ctx))
-        return divergence(taken, skipped) if self.knobs.gain == "kl" else loss(skipped) - loss(taken)
+        return loss(skipped) - loss(taken) if self.knobs.gain == "loss" else divergence(taken, skipped)
 
     # -- what others ask
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         sites = []
         for n, block in enumerate(blocks_of(self.blocks)):
-            name, router = f"block {n}", self.decider.flops if n == self.span.start else 0
+            name, router = f"block {n}", self._entry_flops if n == self.span.start else 0
             if n not in self.span:
                 sites.append(block.site(name, keys, routed=False))
             elif self.knobs.keys == "all":
@@ -252,8 +286,16 @@ class Span(ExactBuffers, Method):
                 sites.append(replace(site, per_key=block.attention.key_flops))
         return tuple(sites)
 
+    @property
+    def _entry_flops(self) -> int:
+        """Of one token, before the span: it decides, and takes the bypass, for every token since that is no slower."""
+        return self.decider.flops + (0 if self.bypass is None else self.bypass.flops)
+
     def routers(self) -> list[nn.Module]:
         return self.decider.routers()
+
+    def additions(self) -> list[nn.Module]:
+        return [*self.routers(), *([] if self.bypass is None else [self.bypass])]
 
     def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
         if isinstance(self.decider, WordEnds):
@@ -270,6 +312,39 @@ class Span(ExactBuffers, Method):
 
     def set_thresholds(self, values: list[float]) -> None:
         self.threshold.fill_(values[0])
+
+
+class Bypass(nn.Module):
+    """What a token that skips gets instead of the span: its normalised state, mapped, as large as the state was."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.map = nn.Linear(model.d_model, model.d_model, bias=False)
+        initialise_residual(self.map, model.n_layer)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """`x` is `hidden`, normalised."""
+        return self.map(x) * rms(hidden).to(x.dtype)
+
+    @torch.no_grad()
+    def fit(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Least squares over tokens, each `[tokens, d]`: what was read, and the update, as a share of the state."""
+        weight, width = self.map.weight, self.map.in_features
+        squares, products = (weight.new_zeros(width, width, dtype=torch.float64) for _ in range(2))
+        for x, update in pairs:
+            squares += x.double().T @ x.double()
+            products += x.double().T @ update.double()
+        squares += RIDGE * squares.trace() / width * torch.eye(width, dtype=torch.float64, device=squares.device)
+        weight.copy_(torch.linalg.solve(squares, products).T)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.map.weight.numel()
+
+
+def rms(hidden: Tensor) -> Tensor:
+    """`[..., d] -> [..., 1]`"""
+    return hidden.float().square().mean(-1, keepdim=True).sqrt()
 
 
 def _through(blocks: Iterable[Block], hidden: Tensor, ctx: Context) -> Tensor:

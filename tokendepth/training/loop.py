@@ -116,7 +116,7 @@ class _Training:
             return run
         with Progress(f"preparing {run.name}", show=self.show):
             with self.ranks.agreeing():
-                begun = start(self.config, self.dataset.tokenizer.spellings(), self.device)
+                begun = start(self.config, self.dataset, self.device)
             self.model = begun.model
             if statistic := self._depends_on_the_cut():
                 self._say(

@@ -4,8 +4,9 @@ A retrofitted model is the base with routers, or with fewer blocks. What is trai
 changes are `LowRank` parametrisations of the blocks' matrices until `merge` makes them part of the weights.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tokendepth.config import RunConfig, method_name
+from tokendepth.data import Dataset
 from tokendepth.errors import UserError
+from tokendepth.measure.block_changes import sample
 from tokendepth.measure.evaluate import load_model
 from tokendepth.methods import build
 from tokendepth.methods.base import divergence
@@ -23,6 +26,8 @@ from tokendepth.runs.base import open_base
 from tokendepth.runs.run import Run
 
 BLOCKS = "method.blocks."
+FIT_AT_ONCE = 4
+"""Sequences."""
 
 
 class Teacher:
@@ -53,9 +58,9 @@ class Start:
     teacher: Teacher | None = None
 
 
-def start(config: RunConfig, spellings: Sequence[bytes], device: torch.device) -> Start:
+def start(config: RunConfig, dataset: Dataset, device: torch.device) -> Start:
     """The model of `config` as its training begins, in training mode."""
-    model = build(config, spellings)
+    model = build(config, dataset.tokenizer.spellings())
     if config.retrofit is None:
         return Start(model.to(device).train())
     base = load_model(open_base(config.retrofit), torch.device("cpu"))
@@ -64,7 +69,16 @@ def start(config: RunConfig, spellings: Sequence[bytes], device: torch.device) -
     base = base.to(device).requires_grad_(False)
     teaches = config.retrofit.distill > 0 or model.method.wants_teacher
     teacher = Teacher(base, config.retrofit.distill) if teaches else None
-    return Start(model.to(device).train(), base, teacher)
+    fit(model.to(device).eval(), sample(dataset, config.model.context)[0])
+    return Start(model.train(), base, teacher)
+
+
+@torch.no_grad()
+def fit(model: LanguageModel, ids: Tensor) -> None:
+    """Give what is new in `model` its first weights."""
+    entering = (model.entering(part.to(model.norm.weight.device), "hard") for part in ids.split(FIT_AT_ONCE))
+    first, ctx = next(entering)
+    model.method.fit(chain([first], (hidden for hidden, _ in entering)), ctx)
 
 
 def check_base(run: Run) -> None:
@@ -113,15 +127,15 @@ def set_trained(model: LanguageModel, config: RetrofitConfig, seed: int) -> None
     if config.trains == "all":
         return
     model.requires_grad_(False)
-    routers = [parameter for router in model.method.routers() for parameter in router.parameters()]
-    for parameter in routers:
+    added = [parameter for module in model.method.additions() for parameter in module.parameters()]
+    for parameter in added:
         parameter.requires_grad_(True)
     if config.trains == "lora":
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
             for linear in _matrices(model):
                 parametrize.register_parametrization(linear, "weight", LowRank(linear.weight, config.rank))
-    elif not routers:
+    elif not added:
         name = method_name(model.method.config)
         raise UserError(
             f"retrofit.trains is 'routers', but {name} has none that learn: nothing would be trained; take all or lora"

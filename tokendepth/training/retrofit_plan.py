@@ -4,6 +4,7 @@ The budget is a share of the FLOPs of the untouched model's blocks, attention ro
 the tokens takes the routed blocks follows from it, since the other blocks, and keys and values, are computed for all.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -72,8 +73,12 @@ def plan(
         by_budget = max(1, math.floor((1 - options.budget) * model.n_layer + 1e-9))
         count = by_budget if options.drop is None else options.drop
         dropped = measured.dropped(_fitting("--drop", count, model.n_layer - 1, model))
-        left = replace(model, n_layer=model.n_layer - count)
-        config = replace(config, model=left, retrofit=replace(start, drop=count, drop_from=dropped.start))
+        if options.bypass:
+            replaced = SpanConfig(dropped.start, count, 0.0, decide="dice", carry="none", bypass=True)
+            config = replace(config, method=replaced)
+        else:
+            left = replace(model, n_layer=model.n_layer - count)
+            config = replace(config, model=left, retrofit=replace(start, drop=count, drop_from=dropped.start))
     elif options.method != "dense":
         config = replace(config, method=_routed(options, config, measured))
     return override(config, changes)
@@ -151,24 +156,25 @@ def executed_share(config: RunConfig, base: RunConfig) -> float:
     return block_flops(config, share) / block_flops(untouched)
 
 
-def span_length(config: RunConfig, budget: float) -> int:
-    """How many blocks a span has, unless that is named."""
+def span_length(config: RunConfig, budget: float, share: float | None = None) -> int:
+    """How many blocks a span has, unless that is named: as many as it takes for `share` of the tokens to take it."""
     blocks, model = config.model.n_layer, replace(config.model, n_layer=1)
     (site,) = outline(replace(config, model=model, method=DenseConfig())).method.sites(keys=model.context)
     # Blocks that a token has to skip on average; their keys and values are computed all the same.
     skipped = (1 - budget) * blocks * (site.always + site.active) / site.active
+    if share is not None:
+        return min(max(1, math.ceil(skipped / (1 - share))), blocks)
     wanted = min(round(skipped / (1 - SHARE)), round(LONGEST * blocks))
     return min(max(1, wanted, math.ceil(skipped / (1 - FEWEST))), blocks)
 
 
-def _span(begin: int, length: int, share: float, router: RouterChoice = "kl") -> SpanConfig:
+def _span(begin: int, length: int, share: float, router: RouterChoice = "kl", *, bypass: bool = False) -> SpanConfig:
     decide: dict[RouterChoice, dict[str, Any]] = {
-        "kl": {"decide": "gain", "gain": "kl"},
-        "loss": {"decide": "gain", "gain": "loss"},
+        **{gain: {"decide": "gain", "gain": gain} for gain in ("kl", "teacher", "loss")},
         "straight": {"decide": "score", "learn": "straight"},
         "dice": {"decide": "dice"},
     }
-    return SpanConfig(begin, length, share, keys="all", carry="none", anneal=ANNEAL, **decide[router])
+    return SpanConfig(begin, length, share, keys="all", carry="none", anneal=ANNEAL, bypass=bypass, **decide[router])
 
 
 def _per_block(share: float, router: RouterChoice, shares: str = "") -> BudgetConfig:
@@ -194,8 +200,9 @@ def _routed(options: RetrofitOptions, config: RunConfig, measured: "_Measured") 
             f"--begin is {options.begin}; expected 0 to {blocks - length}, since the span has {length} of {blocks} "
             "blocks"
         )
-    share = _checked_share(replace(config, method=_span(0, length, 1.0, router)), options, "span")
-    return _span(measured.span(length).start if options.begin is None else options.begin, length, share, router)
+    span = functools.partial(_span, length=length, router=router, bypass=options.bypass)
+    share = _checked_share(replace(config, method=span(begin=0, share=1.0)), options, "span")
+    return span(begin=measured.span(length).start if options.begin is None else options.begin, share=share)
 
 
 def _checked_share(config: RunConfig, options: RetrofitOptions, where: str) -> float:
@@ -229,7 +236,7 @@ class _Measured:
 
     def dropped(self, count: int) -> range:
         if self.begun is not None and self.begun.retrofit is not None:
-            return self.begun.retrofit.dropped
+            return self.begun.retrofit.dropped or self.span(count)
         return self._chosen(count)
 
     def shares(self, budget: float) -> str:
@@ -243,7 +250,13 @@ class _Measured:
         return choose_span(self._model(), batch, length, self.options.choose, show=self.show)
 
     def _model(self) -> LanguageModel:
-        return load_model(self.base, choose_device(self.config.train.device, "--train.device"))
+        return _untouched(self.base.path, self.base.fingerprint, self.config.train.device)
+
+
+@functools.lru_cache(maxsize=1)
+def _untouched(path: Path, fingerprint: str, device: str) -> LanguageModel:
+    """Several plans of one base, made one after the other, share it."""
+    return load_model(Run.open(path), choose_device(device, "--train.device"))
 
 
 def in_words(config: RunConfig, base: RunConfig) -> str:
