@@ -17,7 +17,7 @@ from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig, RunConfig
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel
-from tokendepth.ops import block_inputs, decide, launch, rows, sparse_block
+from tokendepth.ops import block_inputs, decide, decode, launch, rows, sparse_block
 
 # Rows in one tile and in several; sequences whose programs find their own rows, and longer ones.
 SIZES = {"one tile": (64, 8), "several": (192, 300)}
@@ -56,11 +56,11 @@ def without_values(config: RunConfig) -> LanguageModel:
 def kernels_serve(monkeypatch):
     pytest.importorskip("triton")
     serves = lambda h: h.dtype == torch.bfloat16 and not torch.is_grad_enabled()  # noqa: E731
-    for module in (launch, block_inputs, decide, rows, sparse_block):
+    for module in (launch, block_inputs, decide, decode, rows, sparse_block):
         monkeypatch.setattr(module, "serves", serves)
 
 
-@pytest.mark.parametrize("what", ["plain", "padding", "slots", "decisions"])
+@pytest.mark.parametrize("what", ["plain", "padding", "slots", "decisions", "one token"])
 @pytest.mark.parametrize("size", ["one tile", pytest.param("several", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CLASSIC)
 def test_what_can_be_captured_asks_nothing_of_the_host(case, size, what, kernels_serve):
@@ -73,17 +73,23 @@ def test_what_can_be_captured_asks_nothing_of_the_host(case, size, what, kernels
         if not built.can_be_captured:
             assert not built.method.skips_on_device
             pytest.skip("says itself that it asks")
-        ids = torch.empty(2, time, dtype=torch.long)
+        ids = torch.empty(2, 1 if what == "one token" else time, dtype=torch.long)
         options: dict[str, object] = {}
         if what == "padding":
             options["valid"] = torch.empty(2, time, dtype=torch.bool)
         elif what == "decisions":
             options["decisions"] = torch.empty(routed, 2, time, dtype=torch.bool) if routed else None
-        elif what == "slots":
+        elif what in ("slots", "one token"):
             layers = built.method.cache_layers
             options["cache"] = KVCache(built.config, 2, 300, layers=layers, like=built.norm.weight, fixed=True)
+            if what == "one token":
+                options["valid"] = torch.empty(2, 1, dtype=torch.bool)
         built(ids, execution="sparse", **options)
-    if routed:
+    if what == "one token":
+        own = launched.kernels["decode_block"]
+        assert own == launched.kernels["decode_inputs"] > 0
+        assert own + launched.kernels["sparse_block"] >= len(built.method.sites(keys=1)), "the latter for given keys"
+    elif routed:
         assert launched.kernels["sparse_block"] >= routed
 
 

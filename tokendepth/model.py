@@ -25,8 +25,10 @@ from tokendepth.layers.linear import is_plain
 from tokendepth.layers.norm import make_norm, norm_weights, without_scale
 from tokendepth.layers.positions import make_positions
 from tokendepth.layers.routers import Router
-from tokendepth.ops.block_inputs import Threshold, block_inputs
+from tokendepth.ops.block_inputs import BlockInputs, RouterWeights, Threshold, block_inputs
 from tokendepth.ops.decide import decide
+from tokendepth.ops.decode import decode_block, decode_inputs
+from tokendepth.ops.decode import runs_kernel as decodes_by_kernel
 from tokendepth.ops.gated_add import gated_add
 from tokendepth.ops.launch import LOW_PRECISION
 from tokendepth.ops.rows import ChosenRows, product_of_rows
@@ -82,6 +84,8 @@ class Block(nn.Module):
     def _forward(self, h: Tensor, ctx: Context, rows: Rows | None, keys: str | Keys, gate: Tensor | None) -> Tensor:
         if rows is not None and rows.chosen is not None:
             return self._train_chosen(h, ctx, rows.chosen, gate)
+        if ctx.execution == "sparse" and self._decodes(h, ctx) and not isinstance(keys, Keys):
+            return self._decode(h, ctx, rows, keys, gate)
         if ctx.execution == "sparse" and (rows is not None or self.launch_bound(h)):
             return self._skip(h, ctx, rows, keys, gate)
         given = keys if isinstance(keys, Keys) else None
@@ -102,9 +106,37 @@ class Block(nn.Module):
             keys = attention.leave_keys(kv, ctx, leaving=rows.active)
         else:
             inputs = inputs or block_inputs(h, norm_weights(self.norm_attention), *attention.kv_weights())
+            assert inputs.kv is not None
             x, keys = inputs.x, attention.leave_keys(inputs.kv, ctx)
         active = None if rows is None else rows.active
         return sparse_block(h, x, keys.k, keys.v, active, self.parts(), gate, keys.seen, columns, made, ctx.rotation)
+
+    def _decodes(self, h: Tensor, ctx: Context) -> bool:
+        """Whether this is one token for each slot of a cache, and kernels support it."""
+        whole = ctx.cache is not None and ctx.cache.slots is None and ctx.varlen is None
+        return whole and decodes_by_kernel(h, self.kernel_weights())
+
+    def _decode(self, h: Tensor, ctx: Context, rows: Rows | None, keys: str, gate: Tensor | None) -> Tensor:
+        inputs, active = (None, None) if rows is None else (rows.inputs, rows.active)
+        inputs = inputs or self._decode_inputs(h, ctx, among=active if keys == "active" else None)
+        weights, layer = self.kernel_weights(), self.attention.cached(ctx)
+        assert weights is not None
+        assert ctx.columns is not None
+        return decode_block(h, inputs.x, layer, ctx.columns, active, weights, gate, ctx.rotation)
+
+    def _decode_inputs(
+        self,
+        h: Tensor,
+        ctx: Context,
+        router: RouterWeights | None = None,
+        threshold: Threshold | None = None,
+        among: Tensor | None = None,
+    ) -> BlockInputs:
+        """Leaves keys and values in the cache: everybody's, or those of the tokens `among`."""
+        attention, leaving = self.attention, ctx.valid if among is None else among
+        assert ctx.writes is not None
+        parts = norm_weights(self.norm_attention), attention.key_weights(), attention.cached(ctx), ctx.writes
+        return decode_inputs(h, *parts, ctx.rotation, leaving, among, router, threshold)
 
     def _train_chosen(self, h: Tensor, ctx: Context, rows: ChosenRows, gate: Tensor | None) -> Tensor:
         flat = h.flatten(0, 1)
@@ -130,8 +162,12 @@ class Block(nn.Module):
         """
         limit = Threshold(threshold, ctx.valid, inclusive)
         if ctx.execution == "sparse":  # block inputs and router read the same states: one pass
-            norm, projection = norm_weights(self.norm_attention), self.attention.kv_weights()
-            inputs = block_inputs(h, norm, *projection, router.weights(normed=normed), limit)
+            weights = router.weights(normed=normed)
+            if self._decodes(h, ctx):
+                inputs = self._decode_inputs(h, ctx, weights, limit)
+            else:
+                norm, projection = norm_weights(self.norm_attention), self.attention.kv_weights()
+                inputs = block_inputs(h, norm, *projection, weights, limit)
             assert inputs.decision is not None
             return Rows(inputs.decision.active, inputs.decision, inputs)
         logit = router(without_scale(self.norm_attention, h) if normed else h)

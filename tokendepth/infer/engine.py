@@ -22,6 +22,7 @@ from tokendepth.cache import KVCache
 from tokendepth.checks import check_range
 from tokendepth.data import Tokenizer
 from tokendepth.errors import UserError
+from tokendepth.infer.capture import CapturedDecoding
 from tokendepth.infer.sampling import Choice, Sampler, Sampling, choose
 from tokendepth.infer.stopping import ShownText
 from tokendepth.model import LanguageModel
@@ -167,6 +168,9 @@ class Engine:
         self.cache = KVCache(
             model.config, slots, context, layers=model.method.cache_layers, like=like.detach(), fixed=self.fixed
         )
+        # On a GPU all slots as one graph, where nothing is asked of the host meanwhile.
+        captures = self.fixed and like.is_cuda and execution == "sparse" and model.can_be_captured
+        self._captured = CapturedDecoding(self._decode_all, self.cache) if captures else None
         self._vocabulary = tokenizer.vocab_size  # a model may have more: padding
         self._slots: list[Request | None] = [None] * slots
         self._waiting: deque[Request] = deque()
@@ -298,8 +302,14 @@ class Engine:
             last[row] = request.ids[-1]
         thresholds = self._thresholds(everyone if cache is self.cache else slots)
         tokens = torch.tensor(last, device=cache.lengths.device)
-        found = decode_one(self.model, cache, tokens, self.execution, running, thresholds)
+        if self._captured is not None and cache is self.cache:
+            found = self._captured(tokens, running, thresholds)
+        else:
+            found = decode_one(self.model, cache, tokens, self.execution, running, thresholds)
         return self._chosen(requests, found, rows, [1] * len(slots))
+
+    def _decode_all(self, tokens: Tensor, running: Tensor | None, thresholds: Tensor | None) -> Pass:
+        return decode_one(self.model, self.cache, tokens, self.execution, running, thresholds)
 
     def _chosen(
         self, requests: list[Request], found: Pass, rows: Sequence[int], lengths: list[int]

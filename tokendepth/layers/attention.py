@@ -11,6 +11,7 @@ from tokendepth.layers.ffn import initialise_residual
 from tokendepth.layers.linear import weights_of
 from tokendepth.layers.norm import RMSNorm
 from tokendepth.layers.positions import rotated
+from tokendepth.ops.decode import CacheLayer, KeyWeights
 from tokendepth.ops.rows import ChosenRows
 from tokendepth.ops.sparse_block import Rotation
 from tokendepth.ops.varlen_attention import Varlen, varlen_attention
@@ -66,6 +67,17 @@ class Attention(nn.Module):
     def kv_weights(self) -> tuple[Tensor, Tensor | None]:
         weight, bias = weights_of(self.qkv)
         return weight[self.q_out :], None if bias is None else bias[self.q_out :]
+
+    def key_weights(self) -> KeyWeights:
+        """For the kernels that decode."""
+        norm = (None, 0.0) if self.norm_k is None else (self.norm_k.weight, self.norm_k.eps)
+        return KeyWeights(self.kv_heads, *self.kv_weights(), *norm)
+
+    def cached(self, ctx: "Context") -> CacheLayer:
+        """What the cache holds of this layer."""
+        cache, layer = ctx.cache, self._cache_layer(ctx)
+        assert cache is not None
+        return CacheLayer(cache.keys[layer], cache.values[layer], cache.valid[layer], cache.capacity)
 
     def queries(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """`[..., d] -> [..., head, width]`"""

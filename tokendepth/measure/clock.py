@@ -66,8 +66,13 @@ def quartiles(values: list[float]) -> list[float]:
     return [median, lower, upper]
 
 
-def captured(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """On a GPU, `function` captured as a CUDA graph; elsewhere `function` itself."""
+def captured(
+    function: Callable[[], object], device: torch.device, restore: Callable[[], object] = lambda: None
+) -> Callable[[], object]:
+    """On a GPU, `function` captured as a CUDA graph; elsewhere `function` itself.
+
+    It is run a few times first: `restore` is called after each, to undo what a run changes.
+    """
     if device.type != "cuda":
         return function
     side = torch.cuda.Stream()
@@ -75,6 +80,7 @@ def captured(function: Callable[[], object], device: torch.device) -> Callable[[
     with torch.cuda.stream(side):  # lazy initialisations must not be captured
         for _ in range(3):
             function()
+            restore()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

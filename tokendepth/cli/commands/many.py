@@ -62,24 +62,28 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time this machine: what skipping gains in a forward pass, what adaptive depth costs in training."""
+    """Time this machine: what skipping gains in a forward pass and token by token, what adaptive depth costs in training.
+    """
 
-    what: tyro.conf.Positional[Literal["forward", "training"]]
-    """forward: passes that skip against dense ones. training: steps of adaptive models against dense ones."""
+    what: tyro.conf.Positional[Literal["forward", "decode", "training"]]
+    """forward: passes that skip against dense ones. decode: the same token by token, with a cache. training: steps of
+    adaptive models against dense ones."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
     out: Path = Path("runs/bench")
-    """Folder for forward.json and training.json; a new row replaces an old one that was measured the same way."""
+    """Folder for forward.json, decode.json and training.json; a new row replaces an old one that was measured the same way."""
     json: bool = False
     """Print one JSON object a line instead of words."""
     fractions: str | None = None
-    """forward: active fractions of random decisions, separated by commas."""
+    """forward, decode: active fractions of random decisions, separated by commas."""
     batches: str | None = None
-    """forward: batch sizes, separated by commas."""
+    """forward, decode: batch sizes, separated by commas."""
+    shapes: str | None = None
+    """decode: shapes of models, separated by commas: paper, gpt2 (d 768, 12 layers), d1024 (24 layers)."""
     run: Path | None = None
-    """forward: time a trained run with its own decisions on validation text, instead of random decisions."""
+    """forward, decode: time a trained run with its own decisions on validation text, instead of random decisions."""
     corpus: str | None = None
-    """forward --run: another text than the run's own, as text:PATH."""
+    """forward --run, decode --run: another text than the run's own, as text:PATH."""
     processes: int = 1
     """forward: measure in this many processes, one after the other, and keep the rows of the median one."""
 
@@ -87,10 +91,26 @@ class Bench:
         if self.what == "forward":
             self._forward()
             return
+        if self.what == "decode":
+            self._decode()
+            return
         with Progress(LOADING):
             from tokendepth.bench import training
         for row in training.measure(self.device, self.out):
             print(json.dumps(row))
+
+    def _decode(self) -> None:
+        with Progress(LOADING):
+            from tokendepth.bench import decode
+        batches = decode.parse_batches(self.batches)
+        fractions = decode.parse_fractions(self.fractions) if self.fractions else decode.FRACTIONS
+        shapes = decode.parse_shapes(self.shapes)
+        if self.run:
+            rows = decode.measure_run(self.run, self.device, self.out, batches, self.corpus)
+        else:
+            rows = decode.measure(self.device, self.out, fractions, batches, shapes)
+        for row in rows:
+            print(json.dumps(row) if self.json else decode.in_words(row))
 
     def _forward(self) -> None:
         with Progress(LOADING):

@@ -42,8 +42,8 @@ class Threshold(NamedTuple):
 class BlockInputs(NamedTuple):
     x: Tensor
     """The state after the first norm, `[..., d]`."""
-    kv: Tensor
-    """Keys and values side by side as they are projected, `[..., 2 x kv heads x width]`."""
+    kv: Tensor | None
+    """Keys and values side by side as they are projected, `[..., 2 x kv heads x width]`; None: the cache has them."""
     decision: Decision | None
     """None where there is no router."""
 

@@ -1,0 +1,289 @@
+"""One more token for each slot: the kernels against the reference in float64.
+
+They are measured in one subprocess, this file run as a script: Triton's interpreter has to be chosen before Triton is
+imported. It runs one program, which does everything; on a GPU the same script measures the real kernels, in bfloat16,
+whose programs have to wait for each other.
+"""
+
+import json
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tokendepth.ops.block_inputs import BlockInputs, NormWeights, RouterWeights, Threshold
+from tokendepth.ops.decode import MOST_ROWS, CacheLayer, KeyWeights, decode_block, decode_inputs, runs_kernel
+from tokendepth.ops.sparse_block import BlockWeights
+
+ROUNDING = 2.0**-22  # of sums in float32, in another order than the library's
+FAR = 1e30  # in keys and values that must not be seen; finite, because weight 0 times NaN is NaN
+
+# slots, d, heads, kv heads, width, d_ff, columns. One slot alone and several; sizes that are no powers of two; more
+# slots than a block of rows; more keys than a program takes.
+SIZES = {
+    "alone": (1, 32, 2, 2, 16, 48, 9),
+    "alone, odd": (1, 72, 3, 3, 24, 100, 37),
+    "few": (3, 48, 3, 3, 16, 100, 21),
+    "many": (37, 32, 2, 2, 16, 32, 19),
+    "long": (2, 32, 2, 2, 16, 32, 150),
+}
+MODERN = {"modern, alone": (1, 24, 4, 2, 16, 40, 21), "modern": (3, 24, 4, 1, 16, 40, 21)}
+BIASED = {"biased, alone": (1, 40, 2, 1, 24, 72, 75), "biased": (5, 24, 4, 2, 16, 40, 9)}
+"""And with biases everywhere, norms of queries and keys, and GeGLU."""
+ON_A_GPU = {
+    "paper": (1, 256, 8, 8, 32, 1024, 256),
+    "paper, many": (64, 256, 8, 8, 32, 1024, 256),
+    "d1024": (1, 1024, 16, 16, 64, 4096, 1024),
+    "d1024, few": (8, 1024, 16, 16, 64, 4096, 1024),
+    "d1024, many": (64, 1024, 16, 16, 64, 4096, 1024),
+    "SmolLM2, alone": (1, 576, 9, 3, 64, 1536, 700),
+    "SmolLM2": (8, 576, 9, 3, 64, 1536, 700),
+}
+MEASURED = {**SIZES, **MODERN, **BIASED, **(ON_A_GPU if torch.cuda.is_available() else {})}
+SHARES = {"none": 0.0, "one": None, "some": 0.4, "all": 1.0}
+KINDS: tuple[dict[str, Any], ...] = (
+    {"share": "none", "gate": True},
+    {"share": "one"},
+    {"share": "some", "gate": True, "resting": True},
+    {"share": "some", "normed": True, "inclusive": True},
+    {"share": "all", "gate": True},
+    {"everybody": True},
+)
+
+
+class Given(NamedTuple):
+    """What both steps take."""
+
+    h: Tensor
+    norm: NormWeights
+    keys: KeyWeights
+    layer: CacheLayer
+    writes: Tensor
+    columns: Tensor
+    rotation: tuple[Tensor, Tensor] | None
+    active: Tensor | None
+    router: RouterWeights
+    threshold: Threshold
+    weights: BlockWeights
+    gate: Tensor | None
+
+    def inputs(self, backend: str, *, routed: bool = True) -> BlockInputs:
+        """With a router, everybody's; without one, those of the active tokens alone."""
+        start = self.h, self.norm, self.keys, self.layer, self.writes, self.rotation
+        if routed:
+            return decode_inputs(*start, self.threshold.valid, None, self.router, self.threshold, backend=backend)
+        return decode_inputs(*start, self.active, self.active, backend=backend)
+
+    def block(self, x: Tensor, backend: str) -> Tensor:
+        rest = self.columns, self.active, self.weights, self.gate, self.rotation
+        return decode_block(self.h, x, self.layer, *rest, backend=backend)
+
+    def to(self, dtype: torch.dtype, device: str = "cpu") -> "Given":
+        def one(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.to(device, dtype if x.is_floating_point() else x.dtype, copy=True)
+
+        return tree_map(one, self)
+
+
+def operands(
+    size: tuple[int, ...],
+    share: str = "all",
+    *,
+    everybody: bool = False,
+    gate: bool = False,
+    resting: bool = False,
+    normed: bool = False,
+    inclusive: bool = False,
+) -> Given:
+    """`resting`: some slots rest, so that their key goes to the column that nobody reads."""
+    batch, d, heads, kv_heads, width, ff, window = size
+    modern, biased = size in (*MODERN.values(), *BIASED.values()) or kv_heads < heads, size in BIASED.values()
+    dice = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=dice)
+
+    def matrix(out: int, into: int) -> Tensor:
+        return random(out, into) / into**0.5
+
+    eps = 0.1  # one that shows
+    gated = "geglu" if biased else "swiglu"
+    weights = BlockWeights(
+        heads, matrix(heads * width, d), matrix(d, heads * width), random(d), None if modern else random(d), eps,
+        matrix(2 * ff if modern else ff, d), None if modern and not biased else random(2 * ff if modern else ff),
+        matrix(d, ff), None if modern and not biased else random(d), gated if modern else "gelu",
+        random(heads * width) if biased else None, random(width) if biased else None, 0.2,
+        random(d) if biased else None, modern,
+    )  # fmt: skip
+    kv_out = 2 * kv_heads * width
+    keys = KeyWeights(
+        kv_heads, matrix(kv_out, d), random(kv_out) if biased else None, random(width) if biased else None, 0.3
+    )
+    active = torch.rand(batch, 1, generator=dice) < (SHARES[share] or 0.0)
+    if share == "one":
+        active[batch // 2] = True
+    columns = torch.randint(window, (batch, 1), generator=dice)
+    columns[-1] = window - 1
+    rests = torch.rand(batch, 1, generator=dice) < 0.3 if resting else torch.zeros(batch, 1, dtype=torch.bool)
+    active &= ~rests
+    writes = torch.where(rests, window, columns)
+    cache = random(2, batch, kv_heads, window + 1, width)
+    seen = torch.rand(batch, window + 1, generator=dice) < 0.7
+    key = torch.arange(window + 1)
+    cache.masked_fill_(~seen[:, None, :, None], FAR)
+    cache.masked_fill_((key > columns)[:, None, :, None], torch.nan)
+    hidden = max(16, d // 4)
+    router = RouterWeights(matrix(hidden, d), random(hidden), random(1, hidden) / hidden, random(1), normed)
+    angles = columns[..., None] / (1 + torch.arange(width // 2))
+    return Given(
+        random(batch, 1, d),
+        NormWeights(random(d), None if modern else random(d), eps),
+        keys,
+        CacheLayer(*cache, seen, window),
+        writes,
+        columns,
+        (angles.cos(), angles.sin()) if modern else None,
+        None if everybody else active,
+        router,
+        Threshold(torch.zeros(batch, 1) if normed else 0.1, ~rests if resting else None, inclusive),
+        weights,
+        torch.rand(batch, 1, generator=dice) if gate else None,
+    )
+
+
+@pytest.mark.parametrize("name", ["few", "modern", "biased"])
+def test_the_reference_reads_no_more_than_it_may(name):
+    """What is not seen holds values that would drown the rest, what is not there NaN."""
+    given = operands((SIZES | MODERN | BIASED)[name], "some", gate=True, resting=True).to(torch.float64)
+    before = given.to(torch.float64)
+    inputs = given.inputs("reference")
+    found = given.block(inputs.x, "reference")
+    assert found is given.h
+    assert found.isfinite().all()
+    assert found.abs().max() < 1e3
+    assert given.active is not None
+    assert torch.equal(found[~given.active], before.h[~given.active])
+
+
+def test_an_unknown_backend_is_refused():
+    given = operands(SIZES["few"])
+    for run in (given.inputs, lambda backend: given.block(given.h, backend)):
+        with pytest.raises(ValueError, match="unknown backend 'fast'"):
+            run("fast")
+
+
+@torch.no_grad()
+def test_who_has_a_kernel(kernels_on_a_gpu):
+    weights = operands((2, 64, 4, 4, 16, 64, 9)).weights
+
+    def said(*shape: int, dtype: torch.dtype = torch.bfloat16, known: BlockWeights | None = weights) -> bool:
+        found = []
+        kernels_on_a_gpu(lambda h: found.append(runs_kernel(h, known)), torch.zeros(shape, dtype=dtype))
+        return found[0]
+
+    assert said(2, 1, 64)
+    assert said(MOST_ROWS, 1, 64)
+    assert not said(MOST_ROWS + 1, 1, 64)
+    assert not said(2, 2, 64), "more than a token a slot"
+    assert not said(2, 1, 64, dtype=torch.float32)
+    assert not said(2, 1, 64, known=None)
+    assert not runs_kernel(torch.zeros(2, 1, 64, dtype=torch.bfloat16), weights), "on a CPU"
+
+
+# --- kernel -----------------------------------------------------------------------------------------------------------
+
+
+def cases() -> dict[str, tuple[str, dict[str, Any]]]:
+    found = {}
+    for name, kind in product(MEASURED, KINDS):
+        found[f"{name}: {', '.join(str(v) if k == 'share' else k for k, v in kind.items())}"] = name, kind
+    return found
+
+
+@pytest.mark.slow
+def test_kernel(measured):
+    """By case and result: the errors of kernel and library, and what had to stay the same and did not."""
+    assert set(measured) == set(cases())
+    wrong = {case: found for case, found in measured.items() if not fine(found)}
+    assert wrong == {}
+
+
+def fine(found: dict[str, Any]) -> bool:
+    errors = found["errors"].values()
+    return found["changed"] == [] and all(kernel <= 2 * library + ROUNDING for kernel, library in errors)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    assert found.shape == exact.shape
+    exact = exact.double()
+    return float((found.cpu().double() - exact).norm() / exact.norm().clamp(min=1e-30)) if exact.numel() else 0.0
+
+
+def results(given: Given, backend: str) -> dict[str, Tensor]:
+    """What both steps make, and what they leave in the cache, as far as it can be seen."""
+    routed = given.inputs(backend)
+    assert routed.decision is not None
+    there = torch.arange(given.layer.seen.shape[1], device=given.h.device) == given.writes
+    found = {"logit": routed.decision.logit, "keep": routed.decision.kept(), "x": routed.x}
+    found |= {"keys": at(given.layer.keys, there), "values": at(given.layer.values, there)}
+    found["h"] = given.block(routed.x, backend).clone()
+    return found
+
+
+def at(part: Tensor, there: Tensor) -> Tensor:
+    """The columns that were written: `[slot, kv head, width]`."""
+    return part.transpose(1, 2)[there].clone()
+
+
+def compared(name: str, kind: dict[str, Any], to: tuple[torch.dtype, str]) -> dict[str, Any]:
+    given = operands(MEASURED[name], **kind)
+    # The layer's own numbers are the same everywhere: rounded ones, so that only what is computed differs.
+    given = given.to(to[0]).to(torch.float32)
+    exact, library, kernel = given.to(torch.float64), given.to(*to), given.to(*to)
+    before = kernel.to(*to)
+    expected, by_library, by_kernel = results(exact, "reference"), results(library, "reference"), results(kernel, "kernel")
+    errors = {part: (error(by_kernel[part], expected[part]), error(by_library[part], expected[part])) for part in expected}
+    changed = []
+    written = torch.arange(kernel.layer.seen.shape[1], device=to[1]) == kernel.writes
+    for part in ("keys", "values"):
+        now, was = (getattr(one.layer, part).transpose(1, 2)[~written] for one in (kernel, before))
+        changed += [] if torch.equal(now.nan_to_num(FAR), was.nan_to_num(FAR)) else [part]
+    changed += [] if torch.equal(kernel.layer.seen.cpu(), exact.layer.seen) else ["seen"]
+    if kernel.active is not None:
+        rest = ~kernel.active
+        changed += [] if torch.equal(kernel.h[rest], before.h[rest]) else ["h"]
+        alone, wanted = before.to(*to), before.to(torch.float64)
+        found, x = alone.inputs("kernel", routed=False), wanted.inputs("reference", routed=False).x
+        active = alone.active
+        errors["x of the active"] = error(found.x[active], x[active.cpu()]), error(by_library["x"], expected["x"])
+        for part in ("keys", "values"):
+            now, was = (getattr(one.layer, part).transpose(1, 2) for one in (alone, before))
+            rest = ~(written & active)
+            changed += [] if torch.equal(now[rest].nan_to_num(FAR), was[rest].nan_to_num(FAR)) else [f"{part} of others"]
+            now, exactly = (at(getattr(one.layer, part), (written & active).to(one.h.device)) for one in (alone, wanted))
+            errors[f"{part} of the active"] = error(now, exactly), errors[part][1]
+        changed += [] if torch.equal(alone.layer.seen.cpu(), wanted.layer.seen) else ["seen of others"]
+    return {"errors": errors, "changed": changed}
+
+
+def _measure() -> None:
+    """Print one JSON object: for every case, what `test_kernel` asks."""
+    from tokendepth.ops.decode import kernel
+
+    on_gpu = torch.cuda.is_available()
+    to = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
+    if not on_gpu:  # so that small shapes are cut as large ones are
+        kernel.KEYS, kernel.MOST_KEYS = 16, 32
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written holds NaN
+    with torch.no_grad():
+        found = {case: compared(*arguments, to) for case, arguments in cases().items()}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _measure()
