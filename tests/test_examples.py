@@ -22,3 +22,8 @@ def test_retrofit(tmp_path):
         "at full budget",
     ]
     assert "of the block FLOPs" in done.stdout
+
+
+def test_every_example_is_run():
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [path.name for path in (ROOT / "examples").glob("*.py") if f'{path.name}"' not in tests] == []

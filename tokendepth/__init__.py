@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokendepth.api import build, compile, evaluate, export, generate, import_model, load, retrofit, train
+    from tokendepth.api import build, compile, evaluate, export, generate, import_model, load, retrofit, score, train
     from tokendepth.config import RunConfig
     from tokendepth.errors import UserError
     from tokendepth.infer.generate import Generation
@@ -41,6 +41,7 @@ __all__ = [
     "load",
     "recipe",
     "retrofit",
+    "score",
     "train",
 ]
 

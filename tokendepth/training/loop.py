@@ -123,7 +123,10 @@ class _Training:
                     f"{method_name(self.config.method)} takes {statistic}, over each of {self._parts} parts of a batch "
                     "on its own: another number of micro-batches or ranks gives another gradient"
                 )
-            self.optimiser_step = OptimiserStep(self.model, config, self.device, self.ranks, begun.teacher)
+            alone = self.config.retrofit.routers_first if self.config.retrofit else 0.0
+            self.optimiser_step = OptimiserStep(
+                self.model, config, self.device, self.ranks, begun.teacher, routers_first=alone
+            )
             self.tokens, self.tlops, self.saved = 0, 0.0, None
             self.next_batch: tuple[np.ndarray, np.ndarray] | None = None
             first = self._restore()

@@ -51,6 +51,8 @@ class OptimiserStep:
         device: torch.device,
         ranks: Ranks,
         teacher: Teacher | None = None,
+        *,
+        routers_first: float = 0.0,
     ) -> None:
         self.model, self.config, self.device, self.ranks, self.teacher = model, config, device, ranks, teacher
         on_gpu = device.type == "cuda"
@@ -61,6 +63,10 @@ class OptimiserStep:
         self.losses = torch.compile(self._losses) if self.compiled else self._losses
         self.graph: torch.cuda.CUDAGraph | None = None
         self._flatten()
+        routers = {parameter for router in model.method.routers() for parameter in router.parameters()}
+        self.others = [g for p, g in zip(self.parameters.values(), self.gradients, strict=True) if p not in routers]
+        self.frozen_steps = math.ceil(routers_first * config.steps) if routers else 0
+        """In these only the routers move."""
 
     def uncompiled(self) -> contextlib.AbstractContextManager:
         """Where the model runs as written: compiled code is for the one shape of a training batch."""
@@ -94,7 +100,7 @@ class OptimiserStep:
                 continue
             weight = nn.Parameter(weights[part])
             weight.grad = self.gradient[part]
-            groups.append({"params": [weight], "weight_decay": decay})
+            groups.append({"params": [weight], "weight_decay": decay, "decay": decay})
         self.adam = torch.optim.AdamW(groups, lr=self.config.lr, betas=(0.9, 0.95), fused=True)
 
     def _by_parameter(self, flat: Tensor) -> list[Tensor]:
@@ -119,6 +125,8 @@ class OptimiserStep:
         for micro_batch in batch.chunk(self.config.accumulate, dim=1):
             self._accumulate(micro_batch)
         self.ranks.sum(self.sums)
+        if step < self.frozen_steps:
+            torch._foreach_zero_(self.others)
 
     def finish(self, *, lr: float) -> Stats:
         """Wait for the gradient, check it and apply it."""
@@ -130,6 +138,7 @@ class OptimiserStep:
             self.gradient.mul_(self.config.clip / grad_norm)
         for group in self.adam.param_groups:
             group["lr"] = lr
+            group["weight_decay"] = 0.0 if self.step < self.frozen_steps else group["decay"]
         self.adam.step()
         return Stats(task, depth, grad_norm, tuple(work))
 

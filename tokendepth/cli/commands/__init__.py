@@ -18,6 +18,7 @@ from tokendepth.cli.commands.one import (
     Train,
 )
 from tokendepth.cli.commands.retrofit import Retrofit
+from tokendepth.cli.commands.score import Score
 
 COMMANDS: tuple[type, ...] = (
     Demo,
@@ -25,6 +26,7 @@ COMMANDS: tuple[type, ...] = (
     Import,
     Retrofit,
     Evaluate,
+    Score,
     Calibrate,
     Sweep,
     Describe,

