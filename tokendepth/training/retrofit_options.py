@@ -6,11 +6,11 @@ from typing import Literal, get_args
 from tokendepth.config import TrainConfig
 from tokendepth.errors import UserError, did_you_mean
 
-RetrofitMethod = Literal["span", "budget", "dense", "drop"]
+RetrofitMethod = Literal["span", "budget", "replace", "drop", "dense"]
 RouterChoice = Literal["kl", "teacher", "loss", "update", "straight", "dice"]
 Choice = Literal["alike", "loss"]
 ROUTERS: dict[str, tuple[RouterChoice, ...]] = {
-    "span": ("kl", "teacher", "loss", "straight", "dice"),
+    "span": ("teacher", "kl", "loss", "straight", "dice"),
     "budget": ("update", "straight", "dice"),
 }
 """How routers of a method can be trained; the best first."""
@@ -26,11 +26,11 @@ class RetrofitOptions:
     budget: float = 0.85
     """Share of the blocks' FLOPs that is executed, above 0 and up to 1."""
     method: RetrofitMethod = "span"
-    """span: one decision for adjacent blocks; budget: one for each block; controls: dense, where nothing is skipped,
-    and drop, where adjacent blocks are left out."""
+    """span: one decision for adjacent blocks; budget: one for each block; for every token alike: replace, a linear map
+    in the place of adjacent blocks, drop, which leaves them out, and dense, where nothing is skipped."""
     router: RouterChoice | None = None
-    """How it learns. Span: what skipping costs a token, in divergence from the model when it skips nothing (kl), from
-    the untouched one (teacher), or in loss; budget: the size of a block's update; either: straight through the
+    """How it learns. Span: what skipping costs a token, in divergence from the untouched model (teacher) or from this
+    one when it skips nothing (kl), or in loss; budget: the size of a block's update; either: straight through the
     decision, or dice instead."""
     begin: int | None = None
     """First block of the span, counted from 0; measured unless set."""
@@ -38,11 +38,10 @@ class RetrofitOptions:
     """Blocks in the span; unless set, as many as it takes for half of the tokens to skip them."""
     choose: Choice = "alike"
     """Which blocks: those whose states before and after are most alike, or without which the loss rises least."""
-    bypass: bool = False
-    """Tokens that skip the span take one linear map instead, at first the one that fits it best; with --method drop
-    it stands in the place of the dropped blocks."""
+    bypass: bool = True
+    """Tokens that skip the span take one linear map instead, at first the one that fits it best."""
     drop: int | None = None
-    """Blocks that --method drop leaves out; by the budget unless set."""
+    """Blocks that --method drop or replace leaves out; by the budget unless set."""
     trains: Literal["all", "lora", "routers"] = "all"
     """All weights, low-rank changes of them and the routers, or the routers alone."""
     rank: int = 8
@@ -64,8 +63,9 @@ class RetrofitOptions:
         if not 0 < self.budget <= 1:
             expected = "a number above 0 and up to 1, the share of the blocks' FLOPs that is to be executed"
             raise UserError(f"--budget is {self.budget:g}; expected {expected}")
-        if self.bypass and self.method not in ("span", "drop"):
-            raise UserError(f"--bypass is of --method span and drop, but the method is {self.method}; drop it")
-        for name, method in {"begin": "span", "length": "span", "drop": "drop"}.items():
-            if getattr(self, name) is not None and self.method != method:
-                raise UserError(f"--{name} is of --method {method}, but the method is {self.method}; drop it")
+        if not self.bypass and self.method != "span":
+            raise UserError(f"--no-bypass is of --method span, but the method is {self.method}; drop it")
+        for name, methods in {"begin": ("span",), "length": ("span",), "drop": ("drop", "replace")}.items():
+            if getattr(self, name) is not None and self.method not in methods:
+                own = " and ".join(methods)
+                raise UserError(f"--{name} is of --method {own}, but the method is {self.method}; drop it")

@@ -38,12 +38,10 @@ from tokendepth.trace import Site
 from tokendepth.training.retrofit import check_base
 from tokendepth.training.retrofit_options import ROUTERS, TRAIN, RetrofitOptions, RouterChoice
 
-ANNEAL = 0.5
-"""Of the training: in it the share of tokens falls from 1."""
-SHARE, LONGEST = 0.5, 0.4
-"""A span is as long as it takes for half of the tokens to skip it, but no longer than this part of the blocks."""
-FEWEST = 0.15
-"""The share of tokens that a span is for at least, where its length is not named."""
+SPAN_ANNEAL, ANNEAL = 0.1, 0.5
+"""Of the training: in it the share of tokens falls from 1, of a span and of single blocks."""
+SHARE = 0.25
+"""A span is as long as it takes for this share of the tokens to take it, where its length is not named."""
 
 
 def plan(
@@ -69,11 +67,11 @@ def plan(
     _check_tokens(base, config, dataset)
     dataset.check_context(model.context)
     measured = _Measured(base, options, config, dataset, begun, show)
-    if options.method == "drop":
+    if options.method in ("drop", "replace"):
         by_budget = max(1, math.floor((1 - options.budget) * model.n_layer + 1e-9))
         count = by_budget if options.drop is None else options.drop
         dropped = measured.dropped(_fitting("--drop", count, model.n_layer - 1, model))
-        if options.bypass:
+        if options.method == "replace":
             replaced = SpanConfig(dropped.start, count, 0.0, decide="dice", carry="none", bypass=True)
             config = replace(config, method=replaced)
         else:
@@ -156,25 +154,26 @@ def executed_share(config: RunConfig, base: RunConfig) -> float:
     return block_flops(config, share) / block_flops(untouched)
 
 
-def span_length(config: RunConfig, budget: float, share: float | None = None) -> int:
-    """How many blocks a span has, unless that is named: as many as it takes for `share` of the tokens to take it."""
+def span_length(config: RunConfig, budget: float) -> int:
+    """How many blocks a span has, unless that is named."""
     blocks, model = config.model.n_layer, replace(config.model, n_layer=1)
     (site,) = outline(replace(config, model=model, method=DenseConfig())).method.sites(keys=model.context)
     # Blocks that a token has to skip on average; their keys and values are computed all the same.
     skipped = (1 - budget) * blocks * (site.always + site.active) / site.active
-    if share is not None:
-        return min(max(1, math.ceil(skipped / (1 - share))), blocks)
-    wanted = min(round(skipped / (1 - SHARE)), round(LONGEST * blocks))
-    return min(max(1, wanted, math.ceil(skipped / (1 - FEWEST))), blocks)
+    return min(max(1, math.ceil(skipped / (1 - SHARE))), blocks)
 
 
-def _span(begin: int, length: int, share: float, router: RouterChoice = "kl", *, bypass: bool = False) -> SpanConfig:
+def _span(
+    begin: int, length: int, share: float, router: RouterChoice = "teacher", *, bypass: bool = True
+) -> SpanConfig:
     decide: dict[RouterChoice, dict[str, Any]] = {
         **{gain: {"decide": "gain", "gain": gain} for gain in ("kl", "teacher", "loss")},
         "straight": {"decide": "score", "learn": "straight"},
         "dice": {"decide": "dice"},
     }
-    return SpanConfig(begin, length, share, keys="all", carry="none", anneal=ANNEAL, bypass=bypass, **decide[router])
+    return SpanConfig(
+        begin, length, share, keys="all", carry="none", anneal=SPAN_ANNEAL, bypass=bypass, **decide[router]
+    )
 
 
 def _per_block(share: float, router: RouterChoice, shares: str = "") -> BudgetConfig:
@@ -270,6 +269,8 @@ def in_words(config: RunConfig, base: RunConfig) -> str:
     if not routed:
         return f"every token takes all {len(sites)} blocks: {told}"
     share = getattr(config.method, "budget", 1.0)
+    if not share:
+        return f"a linear map replaces blocks {routed[0]} to {routed[-1]} of {len(sites)}: {told}"
     return f"blocks {routed[0]} to {routed[-1]} of {len(sites)} are taken by {share:.3f} of the tokens: {told}"
 
 

@@ -17,7 +17,7 @@ class Retrofit(RetrofitOptions):
     """Put routers into a finished dense model, so that it executes a named share of its blocks' FLOPs, and train it.
 
     A token that skips keeps its keys and values, and at full budget the routers change nothing. The result is a run
-    like any other. Controls, trained alike: --method dense, --method drop, --router dice.
+    like any other. Controls, trained alike: --method dense, drop and replace, --router dice.
     """
 
     model: tyro.conf.Positional[Path]
