@@ -94,7 +94,6 @@ def test_a_question_is_noticed():
 
 @each_case_at_length
 @torch.no_grad()
-@pytest.mark.long
 def test_a_compiler_takes_the_pass_in_one_piece(case):
     """The graph alone, which is what can break; that its code is right is tried in infer/test_compile.py."""
     model, ids = lively(case), tokens(2, 13, seed=9)

@@ -35,7 +35,7 @@ TINY = [
 # Importing torch takes seconds, so one process does it, trains once so that everything is loaded, and forks another for
 # every command. That one ends as any interpreter does, with its own flush of what is still buffered.
 SERVER = """
-import json, os, sys
+import gc, json, os, sys
 
 from tokendepth import progress, streams
 from tokendepth.cli.main import main
@@ -61,6 +61,7 @@ def send(descriptor, where):
 
 warm = json.loads(sys.stdin.readline())
 train(from_dict(warm["config"]), warm["out"], show=False)
+gc.freeze()  # else each one looks for garbage among all of torch's objects before it ends
 streams.PATIENCE_S = 0.01
 answers = os.fdopen(os.dup(1), "w")
 for line in sys.stdin:

@@ -143,7 +143,6 @@ def test_doctor_finds_this_installation_healthy(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_demo_trains_evaluates_and_reports_and_does_not_repeat_itself(tmp_path, capsys, monkeypatch):
     from tokendepth.config import override
 
@@ -234,7 +233,6 @@ def test_describing_a_model_takes_none_of_its_memory(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_bash_completes_commands_recipes_and_options(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--tyro-print-completion", "bash"])

@@ -1,7 +1,9 @@
 """The command line. tyro reads the arguments; a mistake is answered in one line and with exit code 2."""
 
+import atexit
 import contextlib
 import errno
+import gc
 import io
 import os
 import shutil
@@ -20,6 +22,8 @@ COMPLETION = "--tyro-print-completion"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 NARROWEST = 40
 """Columns. tyro draws help in boxes that take four; with fewer than five its layout never ends."""
+
+atexit.register(gc.freeze)  # else the interpreter looks for garbage among all of torch's objects before it ends
 
 
 def program(name: str, description: str, commands: tuple[type, ...]) -> Program:
