@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -135,6 +136,16 @@ def test_describe_counts_to_the_digit_without_any_corpus(name, parameters, capsy
 def test_describe_follows_overrides(capsys):
     main(["describe", "shakespeare.tsa", "--model.n-layer", "1", "--json"])
     assert json.loads(capsys.readouterr().out)["router_parameters"] == 0
+
+
+def test_describe_takes_a_run_too(capsys, tmp_path):
+    golden = Path(__file__).parents[1] / "golden" / "format-2" / "finished"
+    main(["describe", str(golden), "--json"])
+    weights = Run.open(golden).weights()
+    assert json.loads(capsys.readouterr().out)["parameters"] == sum(array.size for array in weights.values())
+    with pytest.raises(SystemExit):
+        main(["describe", str(tmp_path / "none")])
+    assert capsys.readouterr().err.startswith(f"tokendepth: {tmp_path / 'none'}")
 
 
 def test_doctor_finds_this_installation_healthy(capsys):

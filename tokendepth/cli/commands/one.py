@@ -38,7 +38,7 @@ else:
     Recipe = Annotated[_CHOICES, tyro.conf.arg(name="")]
 
 
-def _config(chosen: Any) -> RunConfig:
+def config_of(chosen: Any) -> RunConfig:
     return RunConfig(chosen.data, chosen.model, chosen.method, chosen.train, recipe=type(chosen).__name__)
 
 
@@ -91,7 +91,7 @@ class Train:
 
         with Progress("loading PyTorch"):
             from tokendepth.training.loop import train
-        config = _config(self.recipe)
+        config = config_of(self.recipe)
         out = self.out or Path("runs") / f"{config.recipe}-{config.train.seed}"
         run = train(config, out, resume=self.resume)
         if os.environ.get("RANK", "0") == "0":
@@ -205,30 +205,6 @@ class Calibrate:
         calibrate.calibrate(model, dataset, self.budget, show=True)
         calibrate.keep(model, run, self.budget)
         print(f"{run.path} can now be executed with --budget {self.budget:g}, on this machine and others")
-
-
-@dataclass(frozen=True)
-class Describe:
-    """Parameters, FLOPs per token and memory of a recipe, before anything is trained."""
-
-    recipe: Recipe
-    json: bool = False
-    """Print one JSON object instead of lines."""
-
-    def __call__(self) -> None:
-        with Progress(LOADING):
-            from tokendepth.measure.describe import describe
-
-        config = _config(self.recipe)
-        with Progress(f"describing {config.recipe}"):  # a vocabulary may have to be read from a large corpus
-            facts = describe(config)
-        if self.json:
-            print(json.dumps(facts))
-            return
-        for name in ("parameters", "router_parameters", "flops_per_token", "flops_per_token_without_routers"):
-            print(f"{name.replace('_', ' '):<34} {facts[name]:>14,}")
-        for name, value in facts["memory"].items():
-            print(f"{name.replace('_', ' '):<34} {value:>14,}")
 
 
 @dataclass(frozen=True)
