@@ -33,10 +33,9 @@ def fresh_compiler():
     ("config", "method", "batch"),
     [
         pytest.param(MODEL, TSAConfig(), 1),
-        pytest.param(MODERN, BudgetConfig(), 1),
         pytest.param(MODERN, SpanConfig(), 3),
     ],
-    ids=["classic tsa", "modern budget", "modern span"],
+    ids=["classic tsa", "modern span"],
 )
 @pytest.mark.slow
 def test_skipping_is_one_graph_and_equals_hard(config, method, batch):
