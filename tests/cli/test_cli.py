@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from tokendepth.cli.main import main, parse
 from tokendepth.config import to_dict
-from tokendepth.errors import UserError
+from tokendepth.errors import Interrupted, UserError
 from tokendepth.recipes import recipe
 from tokendepth.runs.files import write_json
 from tokendepth.runs.run import Run
@@ -151,6 +152,17 @@ def test_describe_takes_a_run_too(capsys, tmp_path):
 def test_doctor_finds_this_installation_healthy(capsys):
     main(["doctor"])
     assert "FAIL" not in capsys.readouterr().out
+
+
+def test_an_interrupted_demo_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise Interrupted(signal.SIGINT, 3, tmp_path)
+
+    monkeypatch.setattr("tokendepth.training.loop.train", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--out", str(tmp_path)])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.endswith(f"every run in {tmp_path} is saved; repeat the command to go on\n")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import tyro
 
 from tokendepth.checks import check_range
 from tokendepth.config import RunConfig
-from tokendepth.errors import UserError
+from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.progress import Progress
 from tokendepth.recipes import RECIPES, recipe, summary
 
@@ -62,7 +62,10 @@ class Demo:
             from tokendepth.training.loop import train
         runs = []
         for name in ("demo.dense", "demo.budget", "demo.tsa"):
-            run = train(recipe(name), self.out / name, resume=True)
+            try:
+                run = train(recipe(name), self.out / name, resume=True)
+            except Interrupted as stop:  # a demo resumes without being asked to
+                raise SweepStopped(stop.exit_code - 128, self.out) from None
             if run.evaluation is None:
                 with Progress(f"{name}: executing it on validation text, and timing it"):
                     run.write_evaluation(evaluate(run, device="cpu", tokens=DEMO_TOKENS))
