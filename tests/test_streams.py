@@ -25,6 +25,7 @@ from tokendepth.progress import Progress
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
 
+pytestmark = pytest.mark.xdist_group("streams")
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 60
 TINY = [

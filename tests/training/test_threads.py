@@ -102,6 +102,7 @@ def test_what_is_no_number_of_threads_is_none(begun):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("cluster")  # as test_launchers.py
 def test_another_omp_num_threads_changes_no_bit(tmp_path):
     """torchrun sets it to 1, where a user has not."""
     corpus, steps = tiny(tmp_path).data.corpus, 60
