@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,7 @@ NO_PART_OF_IT = {
 }
 
 
+@cache
 def same(config: RunConfig, *, seed: bool = True) -> str:
     """Equal for two configs that are the same experiment; `seed` tells its runs apart."""
     tree = to_dict(config)

@@ -1,5 +1,6 @@
 """What every test shares: an environment of its own, one thread, and the corpora where they are at hand."""
 
+import gc
 import os
 import signal
 
@@ -39,3 +40,17 @@ def _own_environment(tmp_path_factory):
         patch.setenv("TOKENDEPTH_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("MPLBACKEND", "Agg")
         yield
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the garbage collector need not look at ten thousand tests again and again."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """Forks a process for every order. Its users are in one group, "processes", so that torch is imported once."""
+    from benchmarks.faults.processes import Server
+
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server

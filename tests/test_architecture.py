@@ -431,3 +431,11 @@ def test_tree_that_is_right_passes():
 def test_tree_that_is_wrong_is_found(right, wrong, problem):
     assert right in TREE
     assert problem in "\n".join(tree_problems(TREE.replace(right, wrong), TREE_FILES))
+
+
+@pytest.mark.xdist_group("together")
+def test_groups_of_tests_stay_together(request):
+    """pytest 9.2 keeps ids where xdist 3.8 does not write them: groups are ignored, and shared fixtures made twice."""
+    if not request.config.getoption("loadgroup", default=False):
+        pytest.skip("only with -n and --dist loadgroup")
+    assert request.node.nodeid.endswith("@together")

@@ -106,7 +106,6 @@ def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=tree, capture_output=True, text=True)
 
 
-@pytest.mark.long
 def test_the_contract_suite_runs_over_it(tree):
     done = run(tree, "tests/test_contract.py", "tests/infer/test_engine.py", "-k", "toy", "-m", "not slow")
     assert done.returncode == 0, done.stdout[-3000:]

@@ -100,9 +100,11 @@ def test_a_question_is_noticed():
 
 @each_case_at_length
 @torch.no_grad()
-@pytest.mark.long
 def test_a_compiler_takes_the_pass_in_one_piece(case):
-    """The graph alone, which is what can break; that its code is right is tried in infer/test_compile.py."""
+    """The graph alone, which is what can break; that its code is right is tried in infer/test_compile.py.
+
+    For sizes that may change, as `compiled` does it on a CPU, with the modern block; for fixed ones with the classic.
+    """
     model, ids = lively(case), tokens(2, 13, seed=9)
     torch.compiler.reset()
 
@@ -110,6 +112,6 @@ def test_a_compiler_takes_the_pass_in_one_piece(case):
         return model(ids, execution="sparse", decisions=decisions).logits
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        fast = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
+        fast = torch.compile(run, backend="eager", fullgraph=True, dynamic=case.endswith(" modern"))
         decisions = given_decisions(model, ids, "some")
         torch.testing.assert_close(fast(ids, decisions), run(ids, decisions), rtol=1e-5, atol=1e-5)

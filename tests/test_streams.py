@@ -25,6 +25,7 @@ from tokendepth.progress import Progress
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
 
+pytestmark = pytest.mark.xdist_group("streams")
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 60
 TINY = [
@@ -35,7 +36,7 @@ TINY = [
 # Importing torch takes seconds, so one process does it, trains once so that everything is loaded, and forks another for
 # every command. That one ends as any interpreter does, with its own flush of what is still buffered.
 SERVER = """
-import json, os, sys
+import gc, json, os, sys
 
 from tokendepth import progress, streams
 from tokendepth.cli.main import main
@@ -61,6 +62,7 @@ def send(descriptor, where):
 
 warm = json.loads(sys.stdin.readline())
 train(from_dict(warm["config"]), warm["out"], show=False)
+gc.freeze()  # else each one looks for garbage among all of torch's objects before it ends
 streams.PATIENCE_S = 0.01
 answers = os.fdopen(os.dup(1), "w")
 for line in sys.stdin:

@@ -73,7 +73,6 @@ def timed(run, tmp_path, capsys, *words: str) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_run_with_a_dial_is_timed_at_several_budgets(tmp_path, capsys):
     run = evaluated(tmp_path, BudgetConfig(), curve=True)
     rows = timed(run, tmp_path, capsys)

@@ -1,5 +1,6 @@
 """The small version of `python -m benchmarks faults`, and that its functions notice when something is lost."""
 
+import contextlib
 import math
 import os
 import pickle  # noqa: TID251 only to show that the payloads are alive
@@ -18,6 +19,7 @@ from benchmarks.faults import (
     commands,
     damage,
     exactness,
+    kills,
     mutation,
     pickles,
     processes,
@@ -39,7 +41,7 @@ from tokendepth.runs.results import read_rows
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 SMALL = {
     "kill": 6,
@@ -92,6 +94,13 @@ def _made_once(runs_read, monkeypatch):
         monkeypatch.setattr(module, "readings", shared)
 
 
+@pytest.fixture(autouse=True)
+def _one_server(server, monkeypatch):
+    """Starting one takes seconds."""
+    for module in (exactness, kills, signals):
+        monkeypatch.setattr(module, "Server", lambda _: contextlib.nullcontext(server))
+
+
 def nothing(*_: object) -> None:
     """Nobody watches."""
 
@@ -104,12 +113,7 @@ def test_every_fault_is_tried():
     assert SMALL.keys() == FAULTS.keys()
 
 
-LONG = ("kill-rank", "data-order", "signals", "foreign-files", "resume", "disk-full", "stop", "second")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in SMALL]
-)
+@pytest.mark.parametrize("name", SMALL)
 def test_nothing_is_lost(name, tmp_path):
     outcome = tried(name, tmp_path)
     if outcome.skipped:
@@ -122,7 +126,6 @@ def test_nothing_is_lost(name, tmp_path):
         assert ";" in line, f"no remedy: {line}"
 
 
-@pytest.mark.long
 def test_mutations_by_hypothesis_are_read_as_written_or_refused(tmp_path):
     hypothesis = pytest.importorskip("hypothesis")
     from hypothesis import strategies as st
@@ -197,13 +200,12 @@ def test_what_waits_for_a_pipe_is_a_hang(tmp_path, monkeypatch):
     assert 0 < outcome.hangs <= len(outcome.failures)
 
 
-def test_a_process_that_says_nothing_any_more_is_a_hang(tmp_path, monkeypatch):
+def test_a_process_that_says_nothing_any_more_is_a_hang(tmp_path, server, monkeypatch):
     outcome = Outcome()
-    with processes.Server(tmp_path) as server:
-        server.finish(subject(tmp_path, steps=1), tmp_path / "quick")
-        monkeypatch.setattr(processes, "PATIENCE_S", 0.5)
-        with outcome.attempt("asleep"):
-            server.start(subject(tmp_path), tmp_path / "run", action="sleep", step=0).exit_code()
+    server.finish(subject(tmp_path, steps=1), tmp_path / "quick")
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.5)
+    with outcome.attempt("asleep"):
+        server.start(subject(tmp_path), tmp_path / "run", action="sleep", step=0).exit_code()
     assert (outcome.attempts, outcome.hangs, len(outcome.failures)) == (1, 1, 1)
 
 
@@ -258,7 +260,6 @@ def test_what_is_not_synced_is_noticed(forgotten, tmp_path, monkeypatch):
     assert tried("power-cut", tmp_path).failures
 
 
-@pytest.mark.long
 def test_ranks_that_take_other_batches_are_noticed(tmp_path, monkeypatch):
     real = exactness.subject
     monkeypatch.setattr(exactness, "subject", lambda folder, **train: real(folder, seed=1, **train))
@@ -296,7 +297,6 @@ def test_mutations_are_of_every_kind_and_repeatable():
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_rows_are_written_as_they_come(tmp_path, monkeypatch):
     log = every_update(monkeypatch)
     rows = list(measure("cpu", tmp_path / "results", "finished, data-order", 0.05))

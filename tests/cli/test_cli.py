@@ -3,14 +3,16 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tokendepth.cli.main import main, parse
 from tokendepth.config import to_dict
-from tokendepth.errors import UserError
+from tokendepth.errors import Interrupted, UserError
 from tokendepth.recipes import recipe
 from tokendepth.runs.files import write_json
 from tokendepth.runs.run import Run
@@ -137,6 +139,16 @@ def test_describe_follows_overrides(capsys):
     assert json.loads(capsys.readouterr().out)["router_parameters"] == 0
 
 
+def test_describe_takes_a_run_too(capsys, tmp_path):
+    golden = Path(__file__).parents[1] / "golden" / "format-2" / "finished"
+    main(["describe", str(golden), "--json"])
+    weights = Run.open(golden).weights()
+    assert json.loads(capsys.readouterr().out)["parameters"] == sum(array.size for array in weights.values())
+    with pytest.raises(SystemExit):
+        main(["describe", str(tmp_path / "none")])
+    assert capsys.readouterr().err.startswith(f"tokendepth: {tmp_path / 'none'}")
+
+
 def test_doctor_finds_this_installation_healthy(capsys):
     main(["doctor"])
     assert "FAIL" not in capsys.readouterr().out
@@ -154,8 +166,18 @@ def test_score_prints_a_table_or_one_json_object(run, tmp_path, capsys):
     assert "± standard error" in shown
 
 
+def test_an_interrupted_demo_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise Interrupted(signal.SIGINT, 3, tmp_path)
+
+    monkeypatch.setattr("tokendepth.training.loop.train", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--out", str(tmp_path)])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.endswith(f"every run in {tmp_path} is saved; repeat the command to go on\n")
+
+
 @pytest.mark.slow
-@pytest.mark.long
 def test_demo_trains_evaluates_and_reports_and_does_not_repeat_itself(tmp_path, capsys, monkeypatch):
     from tokendepth.config import override
 
@@ -246,7 +268,6 @@ def test_describing_a_model_takes_none_of_its_memory(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_bash_completes_commands_recipes_and_options(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--tyro-print-completion", "bash"])

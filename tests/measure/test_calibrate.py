@@ -21,6 +21,7 @@ from tokendepth.runs.files import MANIFEST, sealed, write_json, write_sealed
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
 
+pytestmark = pytest.mark.xdist_group("calibrate")
 CPU = torch.device("cpu")
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -26,21 +26,35 @@ def _poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(scope="module")
-def measured(request) -> dict[str, Any]:
-    """What the test file, run as a script, prints about its kernel: on a GPU, else in Triton's interpreter.
+RUN = """
+import runpy, sys
+for path in sys.argv[1:]:
+    runpy.run_path(path, run_name="__main__")
+"""
 
-    For one test of a file: of two, each worker might run the script.
-    """
+
+@pytest.fixture(scope="session")
+def scripts(request) -> dict[str, dict[str, Any]]:
+    """What each file with a kernel to try prints, all run as scripts by one process."""
     if find_spec("triton") is None:
         pytest.skip(NO_TRITON)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    files = sorted({str(item.path) for item in request.session.items if "measured" in item.fixturenames})
     done = subprocess.run(
-        [sys.executable, str(request.path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", RUN, *files], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(files, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.fixture
+def measured(request, scripts) -> dict[str, Any]:
+    """What the test file, run as a script, prints about its kernel: on a GPU, else in Triton's interpreter.
+
+    Its users are in one group, "kernels", so that one worker runs all scripts.
+    """
+    return scripts[str(request.path)]
 
 
 class _Calls(TorchDispatchMode):

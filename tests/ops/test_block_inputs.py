@@ -194,6 +194,7 @@ def test_auto_is_the_kernel_for_what_it_knows(kernels_on_a_gpu, router):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
     """By case: the errors of kernel and library, and whether the kernel decided as `decide` does on its logits."""
     wrong = {}

@@ -114,6 +114,7 @@ def test_auto_is_the_kernel_where_kernels_serve_the_states(kernels_on_a_gpu):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
     """Whether the kernel decided and listed as the reference does, and listed flags as well."""
     assert set(measured) == {*cases(), "no number"}

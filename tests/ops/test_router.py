@@ -159,6 +159,7 @@ def test_auto_on_a_gpu_knows_what_the_kernel_is_good_at(kernels_on_a_gpu):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
     """One test, so that one worker runs the script once. It prints `[kernel's error, PyTorch's]` by case and output."""
     assert len(measured) == (2 * len(SIZES | ON_A_GPU) if torch.cuda.is_available() else len(SIZES))

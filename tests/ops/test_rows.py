@@ -208,6 +208,7 @@ def test_auto_is_the_kernel_for_low_precision_on_a_gpu_without_a_gradient(kernel
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
     """By case: the errors of kernel and library, and whether the kernel left zeros where nobody is active."""
     assert len(measured) == len(MEASURED) * len(SHARES) * 2

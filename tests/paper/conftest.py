@@ -1,15 +1,33 @@
-"""One miniature of the whole reproduction, by the command, for all who look at it."""
+"""Miniatures that take no longer than they must, and one of the whole reproduction for all who look at it."""
 
 import time
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from paper.__main__ import PAPER
 from tokendepth.cli.main import main
+from tokendepth.measure import calibrate
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
+def undrawn(monkeypatch) -> None:
+    """Figures of no bytes, for whoever looks only at the pages around them."""
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
+    monkeypatch.setattr(Figure, "draw_without_rendering", lambda _: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_tokens_to_calibrate_on():
+    """The thresholds of a miniature need not hold on other text."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "FIRST_TOKENS", 2**10)
+        patch.setattr(calibrate, "MOST_TOKENS", 2**10)
+        yield
+
+
+@pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> tuple[Path, float]:
     """The folder that `reproduce all --quick` was told to fill, and the seconds it took of a processor.
 

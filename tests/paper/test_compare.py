@@ -70,7 +70,6 @@ def test_every_method_in_miniature(quick, outcomes):
     assert (quick / "docs" / "figures" / "compare-shakespeare.png").exists()
 
 
-@pytest.mark.long
 def test_costs_are_those_of_the_method(outcomes):
     def costs(title: str) -> dict[str, Any]:
         found = outcomes.cost(setting(title))
@@ -86,7 +85,6 @@ def test_costs_are_those_of_the_method(outcomes):
     assert costs("ITT, 6 layers, 4 steps")["kv_bytes_reserved_per_token"] == 15 * 2 * 4 * 16
 
 
-@pytest.mark.long
 def test_what_has_its_rows_is_not_done_again(quick, tmp_path):
     """As on a machine that was handed back: rows are all that is left, and those of one method are lost."""
     shutil.copytree(quick / "results", tmp_path / "results")
@@ -319,7 +317,7 @@ def test_what_was_not_run_has_no_number():
 # --- the pages --------------------------------------------------------------------------------------------------------
 
 
-def test_the_pages_are_those_of_results(tmp_path):
+def test_the_pages_are_those_of_results(undrawn, tmp_path):
     shutil.copytree(ROOT / "docs" / "methods", tmp_path / "methods")
     pages.write(ROOT / "results", tmp_path)
     made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.md"))

@@ -323,7 +323,7 @@ def test_what_was_not_run_has_no_number(tmp_path):
     assert "±" not in page
 
 
-def test_the_page_is_that_of_results(tmp_path):
+def test_the_page_is_that_of_results(undrawn, tmp_path):
     depth_page.write(ROOT / "results", tmp_path / "page.md")
     committed = (ROOT / "docs" / "WHERE_DEPTH_PAYS.md").read_text()
     assert (tmp_path / "page.md").read_text() == committed, "stale: run make readme"
@@ -350,7 +350,6 @@ def few(monkeypatch) -> tuple[Contender, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_both_commands_in_miniature(few, tmp_path, capsys):
     rows = tmp_path / "results"
     main(["search", "--quick", "--out", str(tmp_path / "search"), "--results", str(rows)], PAPER)

@@ -27,7 +27,7 @@ def evidence(tmp_path_factory) -> Evidence:
     return Evidence.read(write_results(tmp_path_factory.mktemp("results")))
 
 
-def test_the_page_is_that_of_results(tmp_path):
+def test_the_page_is_that_of_results(undrawn, tmp_path):
     made = write(ROOT / "results", tmp_path / "REPRODUCTION.md").read_text(encoding="utf-8")
     assert made == (ROOT / "docs" / "REPRODUCTION.md").read_text(encoding="utf-8"), "stale: run make readme"
     for figure in (tmp_path / "figures").glob("*.png"):

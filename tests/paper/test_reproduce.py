@@ -84,7 +84,6 @@ def test_only_what_was_deleted_is_done_again(quick, tmp_path):
     assert sum(row["name"] == name for row in again) == 1
 
 
-@pytest.mark.long
 def test_rows_are_enough_where_the_folders_are_gone(quick, tmp_path):
     """As on a machine that was handed back: only what was committed is left."""
     shutil.copytree(quick[0] / "results", tmp_path / "results")
@@ -202,7 +201,6 @@ def test_it_needs_no_packages_but_the_core(tmp_path):
     assert read_rows(tmp_path / "wallclock.json")
 
 
-@pytest.mark.long
 def test_interrupted_it_keeps_what_it_has_and_goes_on(tmp_path):
     words = [sys.executable, "-m", "paper", "reproduce", "synthetic", "--quick", "--out", str(tmp_path)]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})

@@ -184,7 +184,6 @@ def test_a_run_whose_node_dies_goes_on_on_the_other_and_all_end_in_the_bits_of_s
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.long
 def test_a_sweep_that_is_stopped_or_killed_stops_its_tasks_and_can_go_on(sweep_on, number):
     changes = {"train.steps": 100_000, "train.checkpoint-every": 200}
     sweep = sweep_on(seeds=1, **changes)
@@ -216,7 +215,6 @@ def test_a_sweep_that_is_stopped_or_killed_stops_its_tasks_and_can_go_on(sweep_o
         ({}, "/proc/self/cwd/out", "does not see /proc/self/cwd/out; choose an --out that all nodes share"),
     ],
 )
-@pytest.mark.long
 def test_what_a_cluster_lacks_is_said_in_one_line(sweep_on, changes, out, says, tmp_path):
     code, _, err = sweep_on(out=out, **changes).end()
     (line,) = [line for line in err.splitlines() if line.startswith("tokendepth: ")]
@@ -228,7 +226,6 @@ def test_what_a_cluster_lacks_is_said_in_one_line(sweep_on, changes, out, says, 
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_cluster_that_goes_away_ends_the_sweep_with_one_line(cluster, sweep_on):
     """The last test with this cluster."""
     sweep = sweep_on(seeds=1, **{"train.steps": 100_000})
@@ -247,7 +244,6 @@ def pool(on: str, folder: Path) -> RayPool:
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.long
 def test_an_address_at_which_nobody_answers_is_given_up_soon(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster_module, "CONNECT_S", 3)
     with socket.socket() as deaf:

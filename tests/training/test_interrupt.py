@@ -8,13 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.processes import Server
 from tests.tiny import one_line, steady, tiny
 from tokendepth.config import RunConfig, TSAConfig
 from tokendepth.runs.run import Run
@@ -22,14 +20,9 @@ from tokendepth.training import loop as train_module
 from tokendepth.training.loop import Interrupted, train
 from tokendepth.training.signals import StopSignals
 
+pytestmark = pytest.mark.xdist_group("processes")
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +39,6 @@ def assert_same_result(run: Run, undisturbed: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_kill_9_before_every_single_touch_of_the_disk_loses_nothing(server, undisturbed, tmp_path):
     """Not at random moments but at all of them: a run of two steps is killed before its first, second, ... call."""
     config, _ = undisturbed

@@ -45,7 +45,7 @@ def ranks(launcher: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.xdist_group("cluster")  # it waits most of its time, and would do so alone if it were the last
 def test_after_one_of_two_launchers_died_another_joins_and_the_run_ends_in_the_same_bits(tmp_path, launch):
     write_corpus(tmp_path)
     assert launch("--standalone --nproc-per-node 2", "undisturbed").wait(120) == 0

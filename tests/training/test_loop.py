@@ -595,20 +595,16 @@ def test_two_ranks_train_as_one_does_on_the_same_global_batch(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [(["--data.corpus", "text:nowhere.txt"], "nowhere.txt"), (["--train.batch-size", "5"], "train.batch_size is 5")],
-)
-def test_what_all_ranks_refuse_is_said_once(words, says, tmp_path):
+def test_what_all_ranks_refuse_is_said_once(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "tokendepth", "train", "demo.dense", "--out", "run", *words]
+    command = ["-m", "tokendepth", "train", "demo.dense", "--out", "run", "--data.corpus", "text:nowhere.txt"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*launch, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     said = [line for line in done.stderr.splitlines() if line.startswith("tokendepth: ")]
     assert len(said) == 1, done.stderr
-    assert says in said[0]
+    assert "nowhere.txt" in said[0]
     assert str(ROOT / "tokendepth") not in done.stderr, "torchrun has a traceback of its own, we have none"
     assert not (tmp_path / "run").exists()
 

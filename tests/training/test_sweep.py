@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,12 +16,13 @@ from tests.processes import is_alive, trainer, wait_until
 from tests.tiny import hashes, one_line, tiny
 from tokendepth import recipes
 from tokendepth.cli.main import main
-from tokendepth.config import BudgetConfig, DenseConfig, RunConfig
+from tokendepth.config import BudgetConfig, DenseConfig, RunConfig, from_dict
 from tokendepth.errors import UserError
 from tokendepth.recipes import recipe, variants
 from tokendepth.runs.run import Run
 from tokendepth.training import sweep as sweep_module
-from tokendepth.training.sweep import _Sweep, sweep
+from tokendepth.training.pool import LocalPool
+from tokendepth.training.sweep import _Sweep, sweep, train_and_evaluate
 
 
 def test_a_cell_is_a_recipe_and_what_to_vary():
@@ -138,18 +140,33 @@ def test_at_the_deadline_what_runs_is_saved(tmp_path, monkeypatch):
     assert not (out / "waiting").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_run_is_evaluated_on_the_split_that_is_asked_for(tmp_path):
+class Here(LocalPool):
+    """Trains in this process: for what a sweep decides to do, whoever does it."""
+
+    def start(self, task, log):
+        code = 0
+        try:
+            train_and_evaluate(from_dict(task.pop("config")), **task)
+        except UserError as error:
+            log.write_text(f"tokendepth: {error}")
+            code = 1
+        log.touch()
+        return SimpleNamespace(poll=lambda: code, communicate=lambda: None)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setattr(sweep_module, "LocalPool", Here)
+
+
+def test_a_run_is_evaluated_on_the_split_that_is_asked_for(here, tmp_path):
     configs, out = {"dense": grid(tmp_path)["dense"]}, tmp_path / "sweep"
     for split in ("val", "test"):
         (run,) = sweep(configs, out, split=split, show=False).runs
         assert (run.evaluation or {})["split"] == split
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_folder_of_another_config_is_a_failure_and_is_left_alone(tmp_path):
+def test_a_folder_of_another_config_is_a_failure_and_is_left_alone(here, tmp_path):
     configs, out = {"dense": grid(tmp_path)["dense"]}, tmp_path / "sweep"
     sweep(configs, out, show=False)
     kept = hashes(out / "dense")
@@ -215,9 +232,7 @@ def test_the_command_trains_prints_and_collects(tmp_path, capsys, monkeypatch):
     assert "none.txt" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_curve_that_is_asked_for_later_is_added(tmp_path):
+def test_a_curve_that_is_asked_for_later_is_added(here, tmp_path):
     configs, out = {"budget": grid(tmp_path)["budget"]}, tmp_path / "sweep"
     (plain,) = sweep(configs, out, show=False).runs
     assert (plain.evaluation or {})["curve"] == []

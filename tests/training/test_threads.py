@@ -102,14 +102,11 @@ def test_what_is_no_number_of_threads_is_none(begun):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.long
-def test_another_omp_num_threads_changes_no_bit(ranks, tmp_path):
+@pytest.mark.xdist_group("cluster")  # as test_launchers.py
+def test_another_omp_num_threads_changes_no_bit(tmp_path):
     """torchrun sets it to 1, where a user has not."""
     corpus, steps = tiny(tmp_path).data.corpus, 60
-    launch = [sys.executable]
-    if ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     line = "-m tokendepth train demo.tsa --model.d-model 32 --model.n-layer 3 --model.n-head 4 --model.d-ff 64 "
     line += "--model.context 16 --train.batch-size 4 --train.device cpu --train.checkpoint-every 10000 "
     line += f"--train.eval-every 10000 --train.log-every 1 --train.steps {steps} --data.corpus {corpus} --resume --out"
@@ -130,7 +127,7 @@ def test_another_omp_num_threads_changes_no_bit(ranks, tmp_path):
     stopped.send_signal(signal.SIGTERM)
     _, said = stopped.communicate(timeout=120)
     assert "SIGTERM after step" in said
-    resumed = start("run", 1 if ranks == 1 else None)
+    resumed = start("run", None)
     _, said = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, said
     assert said.count("it goes on with the 2 CPU threads it began with, not with 1") == 1

@@ -1,11 +1,15 @@
 """The command line. tyro reads the arguments; a mistake is answered in one line and with exit code 2."""
 
+import atexit
 import contextlib
 import errno
+import gc
 import io
 import os
 import shutil
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, Union
 
 import tyro
@@ -13,6 +17,7 @@ import tyro
 import tokendepth
 from tokendepth.cli.arguments import Program, check_names, checked
 from tokendepth.cli.commands import COMMANDS
+from tokendepth.cli.commands.describe import DescribeRun
 from tokendepth.errors import Interrupted, ReaderGone, ReportedByOtherRank, UserError, is_out_of_memory, one_line
 from tokendepth.streams import standard_streams
 
@@ -20,6 +25,8 @@ COMPLETION = "--tyro-print-completion"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 NARROWEST = 40
 """Columns. tyro draws help in boxes that take four; with fewer than five its layout never ends."""
+
+atexit.register(gc.freeze)  # else the interpreter looks for garbage among all of torch's objects before it ends
 
 
 def program(name: str, description: str, commands: tuple[type, ...]) -> Program:
@@ -31,6 +38,8 @@ TOKENDEPTH = program("tokendepth", "Transformers in which every token gets only 
 
 def parse(arguments: list[str], of: Program = TOKENDEPTH) -> Any:
     """The command that the arguments ask for; a UserError where they make no sense."""
+    if arguments[:1] == ["describe"] and any(os.sep in word or Path(word).is_dir() for word in arguments[1:2]):
+        of = replace(of, commands={**of.commands, "describe": DescribeRun})
     if arguments[:1] == [COMPLETION] and arguments[1:] not in ([shell] for shell in SHELLS):
         raise UserError(f"{COMPLETION} was given {' '.join(arguments[1:])!r}; expected one of {', '.join(SHELLS)}")
     asks_for_help = not arguments or arguments[0] == COMPLETION or any(a in ("-h", "--help") for a in arguments)

@@ -3,11 +3,11 @@
 Imports are inside the commands, so that `tokendepth --help` does not load torch.
 """
 
+from tokendepth.cli.commands.describe import Describe
 from tokendepth.cli.commands.many import Bench, Sweep
 from tokendepth.cli.commands.one import (
     Calibrate,
     Demo,
-    Describe,
     Doctor,
     Evaluate,
     Export,

@@ -13,7 +13,7 @@ import tyro
 
 from tokendepth.checks import check_range
 from tokendepth.config import RunConfig
-from tokendepth.errors import UserError
+from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.progress import Progress
 from tokendepth.recipes import RECIPES, recipe, summary
 
@@ -38,7 +38,7 @@ else:
     Recipe = Annotated[_CHOICES, tyro.conf.arg(name="")]
 
 
-def _config(chosen: Any) -> RunConfig:
+def config_of(chosen: Any) -> RunConfig:
     return RunConfig(chosen.data, chosen.model, chosen.method, chosen.train, recipe=type(chosen).__name__)
 
 
@@ -62,7 +62,10 @@ class Demo:
             from tokendepth.training.loop import train
         runs = []
         for name in ("demo.dense", "demo.budget", "demo.tsa"):
-            run = train(recipe(name), self.out / name, resume=True)
+            try:
+                run = train(recipe(name), self.out / name, resume=True)
+            except Interrupted as stop:  # a demo resumes without being asked to
+                raise SweepStopped(stop.exit_code - 128, self.out) from None
             if run.evaluation is None:
                 with Progress(f"{name}: executing it on validation text, and timing it"):
                     run.write_evaluation(evaluate(run, device="cpu", tokens=DEMO_TOKENS))
@@ -91,7 +94,7 @@ class Train:
 
         with Progress("loading PyTorch"):
             from tokendepth.training.loop import train
-        config = _config(self.recipe)
+        config = config_of(self.recipe)
         out = self.out or Path("runs") / f"{config.recipe}-{config.train.seed}"
         run = train(config, out, resume=self.resume)
         if os.environ.get("RANK", "0") == "0":
@@ -205,30 +208,6 @@ class Calibrate:
         calibrate.calibrate(model, dataset, self.budget, show=True)
         calibrate.keep(model, run, self.budget)
         print(f"{run.path} can now be executed with --budget {self.budget:g}, on this machine and others")
-
-
-@dataclass(frozen=True)
-class Describe:
-    """Parameters, FLOPs per token and memory of a recipe, before anything is trained."""
-
-    recipe: Recipe
-    json: bool = False
-    """Print one JSON object instead of lines."""
-
-    def __call__(self) -> None:
-        with Progress(LOADING):
-            from tokendepth.measure.describe import describe
-
-        config = _config(self.recipe)
-        with Progress(f"describing {config.recipe}"):  # a vocabulary may have to be read from a large corpus
-            facts = describe(config)
-        if self.json:
-            print(json.dumps(facts))
-            return
-        for name in ("parameters", "router_parameters", "flops_per_token", "flops_per_token_without_routers"):
-            print(f"{name.replace('_', ' '):<34} {facts[name]:>14,}")
-        for name, value in facts["memory"].items():
-            print(f"{name.replace('_', ' '):<34} {value:>14,}")
 
 
 @dataclass(frozen=True)

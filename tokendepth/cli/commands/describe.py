@@ -1,0 +1,53 @@
+"""How large a model is and what it costs: of a recipe, or of a run."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from tokendepth.cli.commands.one import LOADING, Recipe, config_of
+from tokendepth.config import RunConfig
+from tokendepth.progress import Progress
+
+
+@dataclass(frozen=True)
+class Describe:
+    """Parameters, FLOPs per token and memory of a recipe before it is trained, or of a run: describe runs/mine."""
+
+    recipe: Recipe
+    json: bool = False
+    """Print one JSON object instead of lines."""
+
+    def __call__(self) -> None:
+        _describe(config_of(self.recipe), as_json=self.json)
+
+
+@dataclass(frozen=True)
+class DescribeRun:
+    """Parameters, FLOPs per token and memory of a run."""
+
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+    json: bool = False
+    """Print one JSON object instead of lines."""
+
+    def __call__(self) -> None:
+        from tokendepth.runs.run import Run
+
+        _describe(Run.open(self.run).config, as_json=self.json)
+
+
+def _describe(config: RunConfig, *, as_json: bool) -> None:
+    with Progress(LOADING):
+        from tokendepth.measure.describe import describe
+
+    with Progress(f"describing {config.recipe}"):  # a vocabulary may have to be read from a large corpus
+        facts = describe(config)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    for name in ("parameters", "router_parameters", "flops_per_token", "flops_per_token_without_routers"):
+        print(f"{name.replace('_', ' '):<34} {facts[name]:>14,}")
+    for name, value in facts["memory"].items():
+        print(f"{name.replace('_', ' '):<34} {value:>14,}")
