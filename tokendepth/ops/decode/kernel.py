@@ -140,6 +140,20 @@ def _product(
         return acc
 
 
+@triton.jit
+def _fetch(w, first, rows, ROWS: tl.constexpr, K: tl.constexpr, LINES: tl.constexpr):
+    """Bring rows `first` to `first + ROWS` of a matrix of `rows` rows into the L2 cache, and do not wait for them.
+
+    LINES: as many pieces of 32 bytes, of numbers of two bytes, as there are at least.
+    """
+    offset = tl.minimum(tl.arange(0, LINES) * 16, ROWS * K - 1)
+    offset = tl.minimum(first.to(tl.int64) * K + offset, rows * K - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(w + offset).to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 # --- keys, values and decision ----------------------------------------------------------------------------------------
 
 
@@ -151,18 +165,26 @@ def _enter(
     RMS: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr,
     HEAD_NORM: tl.constexpr, ROTATE: tl.constexpr, LEAVING: tl.constexpr, ALL: tl.constexpr, UNITS: tl.constexpr,
     NORMED: tl.constexpr, BY: tl.constexpr, INCLUSIVE: tl.constexpr, VALID: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr, LINES: tl.constexpr,
+    FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The first programs each make BLOCK_U of the router's UNITS hidden units, the others pairs of a key or a value.
 
     A pair is what rotary positions turn: number i of a head and number i + HALF. turns: rows of cosines and sines from
     one slot to the next, 0 where all share them.
     """
-    after_previous(OVERLAP)
     ROUTING: tl.constexpr = (UNITS + BLOCK_U - 1) // BLOCK_U
     PARTS: tl.constexpr = (HALF + BLOCK_P - 1) // BLOCK_P
     WIDTH: tl.constexpr = 2 * HALF
     tile = tl.program_id(0) - ROUTING
+    if FETCH and ALL:  # needed whatever the previous kernel finds
+        if tile < 0:
+            _fetch(w1, tl.program_id(0) * BLOCK_U, UNITS, BLOCK_U, D, BLOCK_U * LINES)
+        else:
+            begin = tile // PARTS * WIDTH + tile % PARTS * BLOCK_P
+            _fetch(w, begin, 2 * HEADS * WIDTH, BLOCK_P, D, BLOCK_P * LINES)
+            _fetch(w, begin + HALF, 2 * HEADS * WIDTH, BLOCK_P, D, BLOCK_P * LINES)
+    after_previous(OVERLAP)
     total = _count(given, batch, ALL, BLOCK_B)
     for first in range(0, total, BLOCK_M):
         place, there, count = _rows(given, first, batch, ALL, BLOCK_B, BLOCK_M)
@@ -330,7 +352,8 @@ def _work(
     ACTIVATION: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, SHARING: tl.constexpr, HALF: tl.constexpr,
     FF: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
     KEYS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr, Q_LINES: tl.constexpr, FF_LINES: tl.constexpr,
+    FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """SPLIT: keys of an attention row that one program takes; the last of a row's programs puts them together."""
     after_previous(OVERLAP)
@@ -340,6 +363,15 @@ def _work(
         Q: tl.constexpr = HEADS * WIDTH
         program, programs = tl.program_id(0), tl.num_programs(0)
         nothing = tl.zeros([BLOCK_M], tl.float32)
+        GATED: tl.constexpr = ACTIVATION >= 2
+        if FETCH:  # all weights of the block are under way while its steps wait for each other
+            _fetch(query, program * BLOCK_Q, Q, BLOCK_Q, D, BLOCK_Q * LINES)
+            _fetch(w_out, program * BLOCK_O, D, BLOCK_O, Q, BLOCK_O * Q_LINES)
+            _fetch(up, program * BLOCK_U, FF, BLOCK_U, D, BLOCK_U * LINES)
+            if GATED:
+                _fetch(up + FF * D, program * BLOCK_U, FF, BLOCK_U, D, BLOCK_U * LINES)
+            _fetch(down, program * BLOCK_O, D, BLOCK_O, FF, BLOCK_O * FF_LINES)
+        let_next_begin(OVERLAP)
         for tile in range(program, tl.cdiv(Q, BLOCK_Q), programs):
             column = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
             wanted = column < Q
@@ -412,7 +444,6 @@ def _work(
                 found += tl.load(h + place[:, None] * D + column[None, :], inside, 0.0).to(tl.float32)
                 tl.store(states + row[:, None] * D + column[None, :], found, inside)
         _wait_for_all(met)
-        GATED: tl.constexpr = ACTIVATION >= 2
         for tile in range(program, tl.cdiv(FF, BLOCK_U), programs):
             column = tile * BLOCK_U + tl.arange(0, BLOCK_U)
             wanted = column < FF
@@ -439,7 +470,6 @@ def _work(
                 to = hidden + row[:, None] * FF + column[None, :]
                 tl.store(to, found.to(hidden.dtype.element_ty), there[:, None] & wanted[None, :])
         _wait_for_all(met)
-        let_next_begin(OVERLAP)
         for tile in range(program, tl.cdiv(D, BLOCK_O), programs):
             column = tile * BLOCK_O + tl.arange(0, BLOCK_O)
             wanted = column < D
@@ -488,6 +518,11 @@ def _columns(count: int, programs: int, rows: int) -> int:
     return min(MOST_COLUMNS, max(1 if rows == 1 else FEWEST_COLUMNS, triton.next_power_of_2(-(-count // programs))))
 
 
+def _lines(k: int) -> int:
+    """Pieces of 32 bytes of a row of `k` numbers."""
+    return triton.next_power_of_2(triton.cdiv(k, 16))
+
+
 def _flags(flags: Tensor | None, other: Tensor) -> Tensor:
     return other if flags is None else flags.contiguous().view(torch.uint8)
 
@@ -526,7 +561,7 @@ def _inputs(
             *keys.stride()[:3], seen.stride(0), RMS=norm_bias is None, D=d, HEADS=heads, HALF=half, BIAS=b is not None,
             HEAD_NORM=head_norm is not None, ROTATE=rotate, LEAVING=leaving is not None, ALL=given is None, UNITS=units,
             NORMED=normed, BY=by, INCLUSIVE=inclusive, VALID=valid is not None, BLOCK_B=triton.next_power_of_2(batch),
-            BLOCK_P=pairs, BLOCK_U=16, **overlapped(h), **launch,
+            BLOCK_P=pairs, BLOCK_U=16, LINES=_lines(d), FETCH=h.is_cuda, **overlapped(h), **launch,
         )  # fmt: skip
     return made
 
@@ -597,7 +632,8 @@ def _block(
             D=d, HEADS=heads, SHARING=heads // kv_heads, HALF=width // 2, FF=ff, SPLIT=split, SPLITS=splits,
             BLOCK_S=triton.next_power_of_2(splits), BLOCK_W=triton.next_power_of_2(width), KEYS=KEYS,
             BLOCK_B=triton.next_power_of_2(batch), BLOCK_Q=_columns(q_out, programs, batch),
-            BLOCK_O=_columns(d, programs, batch), BLOCK_U=_columns(ff, programs, batch), **overlapped(h), **launch,
+            BLOCK_O=_columns(d, programs, batch), BLOCK_U=_columns(ff, programs, batch), LINES=_lines(d),
+            Q_LINES=_lines(q_out), FF_LINES=_lines(ff), FETCH=h.is_cuda, **overlapped(h), **launch,
         )  # fmt: skip
 
 
