@@ -70,7 +70,9 @@ def on_gpu(row: Row) -> bool:
 
 
 def _table(rows: list[Row]) -> str:
-    lines = [["context", "batch", "active", "fastest dense, ms", "which", "sparse, ms", "tokens/s", "speedup", "ceiling"]]
+    lines = [
+        ["context", "batch", "active", "fastest dense, ms", "which", "sparse, ms", "tokens/s", "speedup", "ceiling"]
+    ]
     lines.append(["--:", "--:", "--:", "--:", "---", "--:", "--:", "--:", "--:"])
     for row in rows:
         times = f"{row['dense_ms'][0]:.3f}", row["best_dense"], f"{row['sparse_ms'][0]:.3f}"

@@ -27,9 +27,10 @@ from tokendepth.layers.positions import make_positions
 from tokendepth.layers.routers import Router
 from tokendepth.ops.block_inputs import BlockInputs, RouterWeights, Threshold, block_inputs
 from tokendepth.ops.decide import decide
-from tokendepth.ops.decode import decode_block, decode_inputs
-from tokendepth.ops.decode import runs_eager as decodes_alone
-from tokendepth.ops.decode import runs_kernel as decodes_by_kernel
+from tokendepth.ops.decode_block import decode_block
+from tokendepth.ops.decode_block import runs_eager as decodes_alone
+from tokendepth.ops.decode_block import runs_kernel as decodes_by_kernel
+from tokendepth.ops.decode_inputs import decode_inputs
 from tokendepth.ops.gated_add import gated_add
 from tokendepth.ops.launch import LOW_PRECISION
 from tokendepth.ops.rows import ChosenRows, product_of_rows

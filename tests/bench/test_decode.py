@@ -89,7 +89,9 @@ def timed(run, tmp_path, capsys, *words: str) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("method", [TSAConfig(), BudgetConfig(), SpanConfig(), DenseConfig()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "method", [TSAConfig(), BudgetConfig(), SpanConfig(), DenseConfig()], ids=lambda m: type(m).__name__
+)
 def test_a_run_decides_for_itself(tmp_path, capsys, method):
     run = train(tiny(tmp_path, method=method, steps=2, n_layer=4), tmp_path / "run", show=False)
     (row,) = timed(run, tmp_path, capsys, "--batches", "2")

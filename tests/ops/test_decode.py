@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tokendepth.ops.block_inputs import BlockInputs, NormWeights, RouterWeights, Threshold
-from tokendepth.ops.decode import MOST_ROWS, CacheLayer, KeyWeights, decode_block, decode_inputs, runs_kernel
+from tokendepth.ops.decode_block import MOST_ROWS, decode_block, runs_kernel
+from tokendepth.ops.decode_inputs import CacheLayer, KeyWeights, decode_inputs
 from tokendepth.ops.sparse_block import BlockWeights
 
 ROUNDING = 2.0**-22  # of sums in float32, in another order than the library's
@@ -246,8 +247,14 @@ def compared(name: str, kind: dict[str, Any], to: tuple[torch.dtype, str]) -> di
     given = given.to(to[0]).to(torch.float32)
     exact, library, kernel = given.to(torch.float64), given.to(*to), given.to(*to)
     before = kernel.to(*to)
-    expected, by_library, by_kernel = results(exact, "reference"), results(library, "reference"), results(kernel, "kernel")
-    errors = {part: (error(by_kernel[part], expected[part]), error(by_library[part], expected[part])) for part in expected}
+    expected, by_library, by_kernel = (
+        results(exact, "reference"),
+        results(library, "reference"),
+        results(kernel, "kernel"),
+    )
+    errors = {
+        part: (error(by_kernel[part], expected[part]), error(by_library[part], expected[part])) for part in expected
+    }
     changed = []
     written = torch.arange(kernel.layer.seen.shape[1], device=to[1]) == kernel.writes
     for part in ("keys", "values"):
@@ -264,8 +271,12 @@ def compared(name: str, kind: dict[str, Any], to: tuple[torch.dtype, str]) -> di
         for part in ("keys", "values"):
             now, was = (getattr(one.layer, part).transpose(1, 2) for one in (alone, before))
             rest = ~(written & active)
-            changed += [] if torch.equal(now[rest].nan_to_num(FAR), was[rest].nan_to_num(FAR)) else [f"{part} of others"]
-            now, exactly = (at(getattr(one.layer, part), (written & active).to(one.h.device)) for one in (alone, wanted))
+            changed += (
+                [] if torch.equal(now[rest].nan_to_num(FAR), was[rest].nan_to_num(FAR)) else [f"{part} of others"]
+            )
+            now, exactly = (
+                at(getattr(one.layer, part), (written & active).to(one.h.device)) for one in (alone, wanted)
+            )
             errors[f"{part} of the active"] = error(now, exactly), errors[part][1]
         changed += [] if torch.equal(alone.layer.seen.cpu(), wanted.layer.seen) else ["seen of others"]
     return {"errors": errors, "changed": changed}
@@ -273,12 +284,12 @@ def compared(name: str, kind: dict[str, Any], to: tuple[torch.dtype, str]) -> di
 
 def _measure() -> None:
     """Print one JSON object: for every case, what `test_kernel` asks."""
-    from tokendepth.ops.decode import kernel
+    from tokendepth.ops.decode_block import kernel
 
     on_gpu = torch.cuda.is_available()
     to = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
     if not on_gpu:  # so that small shapes are cut as large ones are
-        kernel.KEYS, kernel.MOST_KEYS = 16, 32
+        kernel.KEYS = 16
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written holds NaN
     with torch.no_grad():
         found = {case: compared(*arguments, to) for case, arguments in cases().items()}

@@ -11,7 +11,7 @@ and values, dense over read. A block's weights are read if any token of the batc
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 

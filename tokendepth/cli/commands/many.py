@@ -62,8 +62,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time this machine: what skipping gains in a forward pass and token by token, what adaptive depth costs in training.
-    """
+    """Time this machine: what skipping gains in a forward pass and token by token, what adaptive depth costs in training."""
 
     what: tyro.conf.Positional[Literal["forward", "decode", "training"]]
     """forward: passes that skip against dense ones. decode: the same token by token, with a cache. training: steps of
