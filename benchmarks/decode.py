@@ -6,10 +6,10 @@ from itertools import groupby
 from tokendepth.report.tables import piped
 from tokendepth.runs.results import Row
 
-INTRODUCTION = """One more token for each sequence of a batch, with a cache: against the fastest dense decoding of the same
-shape, be it eager, compiled with a cache of fixed shape, or our own kernels with every token active; on a GPU each as a
-CUDA graph. A step takes as long as memory takes to deliver its weights and the cached keys and values, so here `ceiling`
-is the ratio of those bytes, dense to read. A block's weights are read if any token of the batch is active there: with
+INTRODUCTION = """One more token for each sequence of a batch, with a cache, against the fastest dense decoding of the
+same shape: eager, compiled with a cache of fixed shape, or our own kernels with every token active; on a GPU each as a
+CUDA graph. A step takes as long as memory takes to deliver its weights and the cached keys and values, so `ceiling` is
+the ratio of those bytes here, dense to read. A block's weights are read if any token of the batch is active there: with
 one token most are saved, with many hardly any, and what is left to save is attention over long contexts. Decisions are
 random, other ones for each of eight steps. Measured by `tokendepth bench decode`; made from `results/decode.json`.
 """

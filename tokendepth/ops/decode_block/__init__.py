@@ -1,7 +1,7 @@
 """A block for one more token of each slot of a cache, where that token is active; the others pass unchanged.
 
-A decoding step is as long as its weights take to arrive from memory, so where nobody is active none are loaded: a kernel
-returns first, without asking the host. On a CPU, of one sequence, the host looks at the decision and calls nothing.
+A decoding step is as long as its weights take to arrive from memory, so where nobody is active none are loaded: a
+kernel returns first, without asking the host. On a CPU, of one sequence, the host looks at the decision itself.
 """
 
 import torch

@@ -188,8 +188,9 @@ def _inputs(
         _enter[grid](
             h, norm, norm if norm_bias is None else norm_bias, eps, w, w if b is None else b,
             w if head_norm is None else head_norm, head_eps, keys, values, flags, writes.contiguous(),
-            flags_of(leaving, flags), flags_of(given, flags), *((cos.contiguous(), sin.contiguous()) if rotate else (h, h)),
-            half if rotate and len(cos) > 1 else 0, *(router or [h] * 4), h if threshold is None else threshold, number,
+            flags_of(leaving, flags), flags_of(given, flags),
+            *((cos.contiguous(), sin.contiguous()) if rotate else (h, h)), half if rotate and len(cos) > 1 else 0,
+            *(router or [h] * 4), h if threshold is None else threshold, number,
             flags_of(valid, flags), partial, arrived, x, logit, keep, active.view(torch.uint8), batch,
             *keys.stride()[:3], seen.stride(0), RMS=norm_bias is None, D=d, HEADS=heads, HALF=half, BIAS=b is not None,
             HEAD_NORM=head_norm is not None, ROTATE=rotate, LEAVING=leaving is not None, ALL=given is None, UNITS=units,

@@ -129,26 +129,27 @@ def product(
                     mean, square = statistics(value, (k < K)[None, :], RMS, K)
                 value = normalised(value, k, mean, square, eps, scale, shift, SCALED, SHIFTED, K)
             sums += w_tile.to(tl.float32) * value
-        return tl.sum(sums, 1)[None, :]
-    if NORM and K <= BLOCK_K:
+        found = tl.sum(sums, 1)[None, :]
+    elif NORM and K <= BLOCK_K:
         k = tl.arange(0, BLOCK_K)
         w_tile = tl.load(w_at + k[None, :], wanted[:, None] & (k < K)[None, :], 0.0)
         value = numbers(x, at, there, k, K)
         mean, square = statistics(value, (k < K)[None, :], RMS, K)
-        value = normalised(value, k, mean, square, eps, scale, shift, SCALED, SHIFTED, K).to(w_tile.dtype)
-        return tl.dot(value, tl.trans(w_tile), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), input_precision="ieee")
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        w_tile = tl.load(w_at + k[None, :], wanted[:, None] & (k < K)[None, :], 0.0)
-        if NORM:
-            value = numbers(x, at, there, k, K)
-            x_tile = normalised(value, k, mean, square, eps, scale, shift, SCALED, SHIFTED, K).to(w_tile.dtype)
-        else:  # as it is, so that the next piece can be loaded meanwhile
-            inside = there[:, None] & (k < K)[None, :]
-            x_tile = tl.load(x + at[:, None] + k[None, :], inside, 0.0, cache_modifier=".cg")
-        acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
-    return acc
+        x_tile = normalised(value, k, mean, square, eps, scale, shift, SCALED, SHIFTED, K).to(w_tile.dtype)
+        found = tl.dot(x_tile, tl.trans(w_tile), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), input_precision="ieee")
+    else:
+        found = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            w_tile = tl.load(w_at + k[None, :], wanted[:, None] & (k < K)[None, :], 0.0)
+            if NORM:
+                value = numbers(x, at, there, k, K)
+                x_tile = normalised(value, k, mean, square, eps, scale, shift, SCALED, SHIFTED, K).to(w_tile.dtype)
+            else:  # as it is, so that the next piece can be loaded meanwhile
+                inside = there[:, None] & (k < K)[None, :]
+                x_tile = tl.load(x + at[:, None] + k[None, :], inside, 0.0, cache_modifier=".cg")
+            found = tl.dot(x_tile, tl.trans(w_tile), found, input_precision="ieee")
+    return found
 
 
 @triton.jit
@@ -176,8 +177,9 @@ def programs_at_once(device: torch.device) -> int:
 
 @cache
 def counters(device: torch.device, programs: int) -> tuple[Tensor, Tensor]:
-    """Where all programs meet, and where those of a row do. Kernels leave both ready for the next, which runs after
-    them: a device decodes one pass at a time. Made before a graph is captured, since whoever captures runs the pass first.
+    """Where all programs meet, and where those of a row do: kernels leave both ready for the next.
+
+    So a device decodes one pass at a time. Made before a graph is captured: whoever captures runs the pass first.
     """
     return torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2**16, dtype=torch.int32, device=device)
 
