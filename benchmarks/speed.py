@@ -1,11 +1,12 @@
 """docs/SPEED.md and the README's headline: what skipping gives on the clock, from results/forward.json, beside what we
-want it to give: python -m benchmarks.speed
+want it to give: python -m benchmarks.speed. `decode.py` has the part on decoding.
 """
 
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from benchmarks import decode
 from tokendepth.report.tables import piped
 from tokendepth.runs.files import write_bytes
 from tokendepth.runs.results import Row, read_rows
@@ -74,7 +75,7 @@ TRAINING_TARGETS = {"d1024 L24 V50304, 8x1024": 0.75}
 """By shape, what a step that skips may take of the dense one on a GPU."""
 
 
-def page(rows: list[Row], training: list[Row]) -> str:
+def page(rows: list[Row], training: list[Row], decoding: list[Row]) -> str:
     parts = [INTRODUCTION]
     if trained := [row for row in rows if row["positions"] == "trained"]:
         parts.append(f"## Trained models that decide for themselves\n\n{headline(trained)}")
@@ -83,6 +84,7 @@ def page(rows: list[Row], training: list[Row]) -> str:
         parts.append(f"## {device}: {SHAPES[shape]}\n\n{_table(list(found))}")
     if chosen := [row for row in rows if row["execution"] == "sparse"]:
         parts.append(f"## What `auto` chooses\n\nAt its worst, over all rows above:\n\n{_auto(chosen)}")
+    parts.append(decode.section(decoding))
     if steps := [row for row in training if "budget_ratio" in row]:
         parts.append(f"## An optimiser step that skips\n\n{_STEPS}\n{_steps(steps)}")
     return "\n".join(parts)
@@ -184,4 +186,11 @@ def _order(key: tuple, cells: dict, order: dict[str, int]) -> tuple:
 
 
 def write(results: Path, page_path: Path) -> None:
-    write_bytes(page_path, page(read_rows(results / "forward.json"), read_rows(results / "training.json")).encode())
+    write_bytes(page_path, page(*rows_of(results)).encode())
+
+
+def rows_of(results: Path) -> tuple[list[Row], list[Row], list[Row]]:
+    """What `page` is made of; none where a file is missing."""
+    paths = [results / f"{name}.json" for name in ("forward", "training", "decode")]
+    forward, training, decoding = (read_rows(path) if path.exists() else [] for path in paths)
+    return forward, training, decoding

@@ -27,8 +27,10 @@ from tokendepth.layers.positions import make_positions
 from tokendepth.layers.routers import Router
 from tokendepth.ops.block_inputs import BlockInputs, RouterWeights, Threshold, block_inputs
 from tokendepth.ops.decide import decide
-from tokendepth.ops.decode import decode_block, decode_inputs
-from tokendepth.ops.decode import runs_kernel as decodes_by_kernel
+from tokendepth.ops.decode_block import decode_block
+from tokendepth.ops.decode_block import runs_eager as decodes_alone
+from tokendepth.ops.decode_block import runs_kernel as decodes_by_kernel
+from tokendepth.ops.decode_inputs import decode_inputs
 from tokendepth.ops.gated_add import gated_add
 from tokendepth.ops.launch import LOW_PRECISION
 from tokendepth.ops.rows import ChosenRows, product_of_rows
@@ -112,9 +114,11 @@ class Block(nn.Module):
         return sparse_block(h, x, keys.k, keys.v, active, self.parts(), gate, keys.seen, columns, made, ctx.rotation)
 
     def _decodes(self, h: Tensor, ctx: Context) -> bool:
-        """Whether this is one token for each slot of a cache, and kernels support it."""
-        whole = ctx.cache is not None and ctx.cache.slots is None and ctx.varlen is None
-        return whole and decodes_by_kernel(h, self.kernel_weights())
+        """Whether this is one token for each slot of a cache, and there is a fast way for it."""
+        if ctx.cache is None or ctx.cache.slots is not None or ctx.varlen is not None:
+            return False
+        alone = decodes_alone(h) and h.dtype == ctx.cache.keys.dtype
+        return (alone and self.kernel_weights() is not None) or decodes_by_kernel(h, self.kernel_weights())
 
     def _decode(self, h: Tensor, ctx: Context, rows: Rows | None, keys: str, gate: Tensor | None) -> Tensor:
         inputs, active = (None, None) if rows is None else (rows.inputs, rows.active)

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.speed import TARGETS, headline, page
+from benchmarks.speed import TARGETS, headline, page, rows_of
 from tokendepth.cli.main import parse
-from tokendepth.runs.results import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +24,7 @@ def row(**changes) -> dict:
 
 
 def test_the_page_is_not_stale():
-    made = page(read_rows(ROOT / "results/forward.json"), read_rows(ROOT / "results/training.json"))
+    made = page(*rows_of(ROOT / "results"))
     assert made == (ROOT / "docs/SPEED.md").read_text(encoding="utf-8"), "stale: run make readme"
 
 
@@ -45,7 +44,7 @@ def test_the_page_is_not_stale():
     ],
 )
 def test_targets(changes, verdict):
-    (line,) = (line for line in page([row(**changes)], []).splitlines() if "compiled dense" in line)
+    (line,) = (line for line in page([row(**changes)], [], []).splitlines() if "compiled dense" in line)
     assert line.split(" | ")[8] == verdict
 
 
@@ -58,14 +57,14 @@ def test_a_training_step_that_skips(device, ratio, verdict):
         "shape": "d1024 L24 V50304, 8x1024", "device": device, "dtype": "bfloat16", "commit": "abc",
         "dense_ms": [40.0, 39.0, 41.0], "budget_ms": [30.0, 29.0, 31.0], "budget_ratio": [ratio, 0.7, 0.8],
     }  # fmt: skip
-    text = page([], [step, {"benchmark": "whole run"}])
+    text = page([], [step, {"benchmark": "whole run"}], [])
     (line,) = (line for line in text.splitlines() if "8x1024" in line)
     assert line.split(" | ")[2:6] == ["40.00", "30.00", f"{ratio:.3f} (0.700 to 0.800)", verdict]
 
 
 def test_auto_is_judged_by_its_worst_row():
     rows = [row(), row(asked=0.5, active_fraction=0.5, auto_over_hard=0.979), row(asked=0.8, auto_over_dense=0.95)]
-    worst = [line for line in page(rows, []).splitlines() if line.startswith("| NVIDIA H200 |")]
+    worst = [line for line in page(rows, [], []).splitlines() if line.startswith("| NVIDIA H200 |")]
     assert worst == [
         "| NVIDIA H200 | the same weights run densely | 0.979x | paper, batch 64, active 0.500 | 0.98x: **missed** |",
         "| NVIDIA H200 | dense | 0.950x | paper, batch 64, active 0.401 | 0.95x: reached |",

@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tokendepth.ops.block_inputs import BlockInputs, NormWeights, RouterWeights, Threshold
-from tokendepth.ops.decode import MOST_ROWS, CacheLayer, KeyWeights, decode_block, decode_inputs, runs_kernel
+from tokendepth.ops.decode_block import MOST_ROWS, decode_block, runs_eager, runs_kernel
+from tokendepth.ops.decode_inputs import CacheLayer, KeyWeights, decode_inputs
 from tokendepth.ops.sparse_block import BlockWeights
 
 ROUNDING = 2.0**-22  # of sums in float32, in another order than the library's
 FAR = 1e30  # in keys and values that must not be seen; finite, because weight 0 times NaN is NaN
 
-# slots, d, heads, kv heads, width, d_ff, columns. One slot alone and several; sizes that are no powers of two; more
+# slots, d, heads, kv heads, width, d_ff, columns. One slot and several; sizes that are no powers of two; more
 # slots than a block of rows; more keys than a program takes.
 SIZES = {
-    "alone": (1, 32, 2, 2, 16, 48, 9),
     "alone, odd": (1, 72, 3, 3, 24, 100, 37),
     "few": (3, 48, 3, 3, 16, 100, 21),
     "many": (37, 32, 2, 2, 16, 32, 19),
@@ -48,8 +48,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"share": "none", "gate": True},
     {"share": "one"},
     {"share": "some", "gate": True, "resting": True},
-    {"share": "some", "normed": True, "inclusive": True},
-    {"share": "all", "gate": True},
+    {"share": "all", "normed": True, "inclusive": True},
     {"everybody": True},
 )
 
@@ -195,6 +194,35 @@ def test_who_has_a_kernel(kernels_on_a_gpu):
     assert not runs_kernel(torch.zeros(2, 1, 64, dtype=torch.bfloat16), weights), "on a CPU"
 
 
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+@pytest.mark.parametrize("name", [name for name, size in (SIZES | MODERN | BIASED).items() if size[0] == 1])
+@torch.no_grad()
+def test_eager_equals_reference(name, kind):
+    """Of one sequence: both steps, and what they leave in the cache."""
+    given = operands((SIZES | MODERN | BIASED)[name], **KINDS[kind]).to(torch.float64)
+    assert runs_eager(given.h)
+    by_eager, by_reference = given.to(torch.float64), given.to(torch.float64)
+    expected = results(by_reference, "reference")
+    for part, found in results(by_eager, "eager").items():
+        torch.testing.assert_close(found, expected[part], rtol=1e-10, atol=1e-10)
+    pairs = [(by_eager, by_reference)]
+    if given.active is not None:  # keys of the active tokens alone
+        pairs.append((given.to(torch.float64), given.to(torch.float64)))
+        for one, backend in zip(pairs[1], ("eager", "reference"), strict=True):
+            one.inputs(backend, routed=False)
+    for one, other in pairs:
+        for found, wanted in zip(one.layer[:3], other.layer[:3], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
+def test_eager_is_for_one_token_alone_without_a_gradient():
+    with torch.no_grad():
+        assert runs_eager(torch.zeros(1, 1, 8))
+        assert not runs_eager(torch.zeros(2, 1, 8))
+        assert not runs_eager(torch.zeros(1, 2, 8))
+    assert not runs_eager(torch.zeros(1, 1, 8))
+
+
 # --- kernel -----------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +239,50 @@ def test_kernel(measured):
     assert set(measured) == set(cases())
     wrong = {case: found for case, found in measured.items() if not fine(found)}
     assert wrong == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["alone, odd", "biased"])
+def test_the_kernels_compile_for_a_gpu(name, monkeypatch):
+    """Without one: Triton's interpreter knows no types, so that it runs what its compiler refuses."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from tokendepth.ops.decode_block import kernel as block
+    from tokendepth.ops.decode_inputs import kernel as inputs
+
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    class Launched:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **options: launches.append((self.kernel, arguments, options))
+
+    for module, kernel in ((inputs, "_enter"), (block, "_work")):
+        monkeypatch.setattr(module, kernel, Launched(getattr(module, kernel)))
+        monkeypatch.setattr(module, "programs_at_once", lambda device: 132)
+        monkeypatch.setattr(module, "overlapped", lambda h: {"OVERLAP": 2, "launch_pdl": True})
+    given = operands((SIZES | BIASED)[name], "some", gate=True).to(torch.bfloat16)
+    given.block(given.inputs("kernel").x, "kernel")
+    types = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
+    assert len(launches) == 2
+    for kernel, arguments, options in launches:
+        settings = {name: options.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
+        options["FETCH"] = True
+        signature = dict.fromkeys(options, "constexpr")
+        for argument, value in zip(kernel.arg_names, arguments, strict=False):
+            is_tensor = isinstance(value, Tensor)
+            signature[argument] = (
+                f"*{types[value.dtype]}" if is_tensor else "fp32" if isinstance(value, float) else "i32"
+            )
+        constants = {(kernel.arg_names.index(option),): value for option, value in options.items()}
+        ordered = {argument: signature[argument] for argument in kernel.arg_names}
+        made = compile(ASTSource(kernel, ordered, constants), target=GPUTarget("cuda", 90, 32), options=settings)
+        assert made.metadata.shared < 227 * 1024, "more shared memory than a multiprocessor has"
+        assert "prefetch.global.L2" in made.asm["ptx"]
 
 
 def fine(found: dict[str, Any]) -> bool:
@@ -283,12 +355,12 @@ def compared(name: str, kind: dict[str, Any], to: tuple[torch.dtype, str]) -> di
 
 def _measure() -> None:
     """Print one JSON object: for every case, what `test_kernel` asks."""
-    from tokendepth.ops.decode import kernel
+    from tokendepth.ops.decode_block import kernel
 
     on_gpu = torch.cuda.is_available()
     to = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
     if not on_gpu:  # so that small shapes are cut as large ones are
-        kernel.KEYS, kernel.MOST_KEYS = 16, 32
+        kernel.KEYS = 16
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written holds NaN
     with torch.no_grad():
         found = {case: compared(*arguments, to) for case, arguments in cases().items()}

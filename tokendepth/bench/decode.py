@@ -134,8 +134,8 @@ def measure_run(
     served = _as_served(copy.deepcopy(trained))
     if device.type == "cuda" and not served.can_be_captured:
         raise UserError(
-            f"{path} cannot be timed on a GPU, where a step is one graph: expected a method that decides on the device, "
-            "d_model and d_ff multiples of 64 and heads of 16 numbers or more; take --device cpu"
+            f"{path} cannot be timed on a GPU, where a step is one graph: expected a method that decides "
+            "on the device, d_model and d_ff multiples of 64 and heads of 16 numbers or more; take --device cpu"
         )
     text, _ = next(batches(dataset, "val", run.config.model.context, device))
     budgets = list(_evaluated(run)) if run.evaluation else [None]
@@ -335,5 +335,6 @@ def _check_equal(sparse: Any, hard: Any) -> None:
         error = float((logits - wanted).abs().max() / wanted.abs().max())
         if not bool((trace.work == reference.work).all()) or not error <= TOLERANCE[wanted.dtype]:
             raise UserError(
-                f"sparse differs from hard here by {error:.1e} of the largest logit, so nothing was timed; run: make test"
+                f"sparse differs from hard here by {error:.1e} of the largest logit, so nothing was timed; "
+                "run: make test"
             )

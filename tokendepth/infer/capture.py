@@ -1,4 +1,4 @@
-"""A decoding step as one CUDA graph: the host launches one thing instead of hundreds, and is asked nothing meanwhile."""
+"""A decoding step as one CUDA graph: the host launches one thing instead of hundreds and is asked nothing meanwhile."""
 
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar

@@ -11,7 +11,7 @@ from tokendepth.layers.ffn import initialise_residual
 from tokendepth.layers.linear import weights_of
 from tokendepth.layers.norm import RMSNorm
 from tokendepth.layers.positions import rotated
-from tokendepth.ops.decode import CacheLayer, KeyWeights
+from tokendepth.ops.decode_inputs import CacheLayer, KeyWeights
 from tokendepth.ops.rows import ChosenRows
 from tokendepth.ops.sparse_block import Rotation
 from tokendepth.ops.varlen_attention import Varlen, varlen_attention

@@ -129,7 +129,8 @@ class Method(nn.Module):
 
     def traced(self, work: Sequence[Tensor] | Tensor, ctx: Context) -> DepthTrace:
         """The trace of `work`, `[batch, time]` for each site, bool or a number in [0, 1]."""
-        stacked = work.detach() if isinstance(work, Tensor) else torch.stack([part.detach().float() for part in work])
+        # Decisions are stacked before they become numbers: one kernel instead of one a site.
+        stacked = work.detach() if isinstance(work, Tensor) else torch.stack([part.detach() for part in work]).float()
         return DepthTrace(stacked, self.sites(ctx.key_count(stacked.shape[2])), ctx.execution)
 
 
@@ -157,7 +158,7 @@ def annealed(done: float, anneal: float) -> float:
 
 def everyone(hidden: Tensor) -> Tensor:
     """The work of a site where every token is active."""
-    return torch.ones(hidden.shape[:2], device=hidden.device)
+    return torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
 
 
 def blocks_of(modules: nn.ModuleList) -> list[Block]:

@@ -62,7 +62,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time this machine: what skipping gains in a forward pass and token by token, what adaptive depth costs in training."""
+    """Time this machine: what skipping gains in a pass or token by token, what adaptive depth costs in training."""
 
     what: tyro.conf.Positional[Literal["forward", "decode", "training"]]
     """forward: passes that skip against dense ones. decode: the same token by token, with a cache. training: steps of
@@ -70,7 +70,7 @@ class Bench:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
     out: Path = Path("runs/bench")
-    """Folder for forward.json, decode.json and training.json; a new row replaces an old one that was measured the same way."""
+    """Folder for forward.json, decode.json and training.json; a row replaces one that was measured the same way."""
     json: bool = False
     """Print one JSON object a line instead of words."""
     fractions: str | None = None

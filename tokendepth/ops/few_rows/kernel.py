@@ -1,0 +1,206 @@
+"""A few rows of tokens times matrices. `row` is an active token's index among the active ones, `place` its slot.
+
+One token alone (BLOCK_M = 1) is multiplied without tensor cores, so that all of its weights can be under way at once.
+"""
+
+# Triton launches take constexpr numbers and extra options, which a type checker cannot know.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# A piece of a row of weights costs a wait for memory, so pieces are as long as registers and shared memory allow.
+# BLOCK_D: the same where a norm is taken first; a row that is one piece is read once.
+ALONE = {"BLOCK_M": 1, "BLOCK_D": 1024, "BLOCK_K": 1024, "num_warps": 8}
+FEW = {"BLOCK_M": 16, "BLOCK_D": 1024, "BLOCK_K": 512, "num_warps": 8, "num_stages": 2}
+SOME = {"BLOCK_M": 32, "BLOCK_D": 512, "BLOCK_K": 512, "num_warps": 8, "num_stages": 2}
+FEWEST_COLUMNS, MOST_COLUMNS = 16, 32
+"""Rows of a matrix that a program takes at once; of one token alone as few as there are for each program."""
+
+
+# --- rows of tokens ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rows(active, first, batch, ALL: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Places of the active rows from `first` on, whether there is such a row, and the number of all."""
+    row = first + tl.arange(0, BLOCK_M)
+    if ALL:
+        place, count = row, batch
+    else:
+        slot = tl.arange(0, BLOCK_B)
+        flag = (tl.load(active + slot, mask=slot < batch, other=0) != 0).to(tl.int32)
+        rank = tl.cumsum(flag, 0) - flag
+        own = (rank[None, :] == row[:, None]) & (flag != 0)[None, :]
+        place, count = tl.sum(tl.where(own, slot[None, :], 0), 1), tl.sum(flag, 0)
+    there = row < count
+    return tl.where(there, place, 0).to(tl.int64), there, count
+
+
+@triton.jit
+def place_of(active, row, batch, ALL: tl.constexpr, BLOCK_B: tl.constexpr):
+    """The slot of one active row."""
+    place = row
+    if not ALL:
+        slot = tl.arange(0, BLOCK_B)
+        flag = (tl.load(active + slot, mask=slot < batch, other=0) != 0).to(tl.int32)
+        own = (tl.cumsum(flag, 0) - flag == row) & (flag != 0)
+        place = tl.sum(tl.where(own, slot, 0), 0)
+    return place.to(tl.int64)
+
+
+@triton.jit
+def count(active, batch, ALL: tl.constexpr, BLOCK_B: tl.constexpr):
+    if ALL:
+        return batch
+    slot = tl.arange(0, BLOCK_B)
+    return tl.sum((tl.load(active + slot, mask=slot < batch, other=0) != 0).to(tl.int32), 0)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def numbers(x, at, there, k, K: tl.constexpr):
+    """`[row, k]` of `x` in float32. Another program may just have written it, so not from a cache of one's own."""
+    inside = there[:, None] & (k < K)[None, :]
+    return tl.load(x + at[:, None] + k[None, :], inside, 0.0, cache_modifier=".cg").to(tl.float32)
+
+
+@triton.jit
+def statistics(value, known, RMS: tl.constexpr, K: tl.constexpr):
+    """Mean (of an RMSNorm: 0) and mean square of what is left, of rows that are held whole."""
+    mean = tl.sum(value, 1) * (0.0 if RMS else 1.0 / K)
+    left = tl.where(known, value - mean[:, None], 0.0)
+    return mean, tl.sum(left * left, 1) / K
+
+
+@triton.jit
+def statistics_in_pieces(
+    x, at, there, RMS: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    mean, square = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    if not RMS:
+        for start in range(0, K, BLOCK_K):
+            mean += tl.sum(numbers(x, at, there, start + tl.arange(0, BLOCK_K), K), 1) / K
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        left = tl.where((k < K)[None, :], numbers(x, at, there, k, K) - mean[:, None], 0.0)
+        square += tl.sum(left * left, 1) / K
+    return mean, square
+
+
+@triton.jit
+def normalised(value, k, mean, square, eps, scale, shift, SCALED: tl.constexpr, SHIFTED: tl.constexpr, K: tl.constexpr):
+    value = (value - mean[:, None]) * tl.rsqrt(square + eps)[:, None]
+    if SCALED:
+        value *= tl.load(scale + k, k < K, 0.0).to(tl.float32)[None, :]
+    if SHIFTED:
+        value += tl.load(shift + k, k < K, 0.0).to(tl.float32)[None, :]
+    return tl.where((k < K)[None, :], value, 0.0)
+
+
+@triton.jit
+def product(
+    x, at, there, eps, scale, shift, w, column, wanted,
+    NORM: tl.constexpr, SCALED: tl.constexpr, RMS: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`[row, column]` of x w^T in float32, for rows of x that begin at `at`; normalised first where NORM.
+
+    Weights are asked for before the states that they are multiplied by.
+    """
+    w_at = w + column.to(tl.int64)[:, None] * K
+    SHIFTED: tl.constexpr = SCALED and not RMS
+    if NORM and K > BLOCK_K:
+        mean, square = statistics_in_pieces(x, at, there, RMS, K, BLOCK_M, BLOCK_K)
+    if BLOCK_M == 1:
+        sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for start in tl.static_range(0, K, BLOCK_K):  # unrolled, so that all weights are under way together
+            k = start + tl.arange(0, BLOCK_K)
+            w_tile = tl.load(w_at + k[None, :], wanted[:, None] & (k < K)[None, :], 0.0)
+            value = numbers(x, at, there, k, K)
+            if NORM:
+                if K <= BLOCK_K:
+                    mean, square = statistics(value, (k < K)[None, :], RMS, K)
+                value = normalised(value, k, mean, square, eps, scale, shift, SCALED, SHIFTED, K)
+            sums += w_tile.to(tl.float32) * value
+        found = tl.sum(sums, 1)[None, :]
+    elif NORM and K <= BLOCK_K:
+        k = tl.arange(0, BLOCK_K)
+        w_tile = tl.load(w_at + k[None, :], wanted[:, None] & (k < K)[None, :], 0.0)
+        value = numbers(x, at, there, k, K)
+        mean, square = statistics(value, (k < K)[None, :], RMS, K)
+        x_tile = normalised(value, k, mean, square, eps, scale, shift, SCALED, SHIFTED, K).to(w_tile.dtype)
+        found = tl.dot(x_tile, tl.trans(w_tile), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), input_precision="ieee")
+    else:
+        found = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            w_tile = tl.load(w_at + k[None, :], wanted[:, None] & (k < K)[None, :], 0.0)
+            if NORM:
+                value = numbers(x, at, there, k, K)
+                x_tile = normalised(value, k, mean, square, eps, scale, shift, SCALED, SHIFTED, K).to(w_tile.dtype)
+            else:  # as it is, so that the next piece can be loaded meanwhile
+                inside = there[:, None] & (k < K)[None, :]
+                x_tile = tl.load(x + at[:, None] + k[None, :], inside, 0.0, cache_modifier=".cg")
+            found = tl.dot(x_tile, tl.trans(w_tile), found, input_precision="ieee")
+    return found
+
+
+@triton.jit
+def fetch(w, first, rows, ROWS: tl.constexpr, K: tl.constexpr, LINES: tl.constexpr):
+    """Bring rows `first` to `first + ROWS` of a matrix of `rows` rows into the L2 cache, and do not wait for them.
+
+    LINES: as many pieces of 32 bytes, of numbers of two bytes, as there are at least.
+    """
+    offset = tl.minimum(tl.arange(0, LINES) * 16, ROWS * K - 1)
+    offset = tl.minimum(first.to(tl.int64) * K + offset, rows * K - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(w + offset).to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def programs_at_once(device: torch.device) -> int:
+    """One a multiprocessor; Triton's interpreter runs one after the other, so there is only one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def counters(device: torch.device, programs: int) -> tuple[Tensor, Tensor]:
+    """Where all programs meet, and where those of a row do: kernels leave both ready for the next.
+
+    So a device decodes one pass at a time. Made before a graph is captured: whoever captures runs the pass first.
+    """
+    return torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2**16, dtype=torch.int32, device=device)
+
+
+def launch(h: Tensor) -> dict[str, int]:
+    """Sizes for tokens `h` `[slots, 1, d]`."""
+    rows, most = len(h), max(16, triton.next_power_of_2(h.shape[-1]))
+    chosen = ALONE if rows == 1 else FEW if rows <= FEW["BLOCK_M"] else SOME
+    return {**chosen, "BLOCK_D": min(chosen["BLOCK_D"], most), "BLOCK_K": min(chosen["BLOCK_K"], most)}
+
+
+def columns_of(count: int, programs: int, rows: int, matrices: int = 1) -> int:
+    """How many of `count` rows of each matrix a program takes at once."""
+    fewest, share = 1 if rows == 1 else FEWEST_COLUMNS, triton.next_power_of_2(triton.cdiv(count, programs))
+    return max(fewest, min(MOST_COLUMNS // matrices, share))
+
+
+def lines_of(k: int) -> int:
+    """Pieces of 32 bytes of a row of `k` numbers."""
+    return triton.next_power_of_2(triton.cdiv(k, 16))
+
+
+def flags_of(flags: Tensor | None, other: Tensor) -> Tensor:
+    return other if flags is None else flags.contiguous().view(torch.uint8)
