@@ -59,6 +59,7 @@ class Span(ExactBuffers, Method):
     has_soft = False
     one_decision = True
     skips_on_device = True
+    draft_share = 0.0
     threshold: Tensor
     skipping: Tensor
     """The share of tokens that skips while training; with `anneal` it rises from 0."""
