@@ -284,6 +284,9 @@ class Generate:
     """Where to run."""
     budget: float | None = None
     """Execute a budget-routed run at this budget instead of its own."""
+    speculate: str | None = None
+    """Draft tokens with most blocks skipped and verify several in one pass: auto, or the share of tokens that drafts
+    work on."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
@@ -292,6 +295,7 @@ class Generate:
         from tokendepth.runs.run import Run
 
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "prompt")}
+        settings["speculate"] = _draft_share(self.speculate)
         (generation,) = generate(Run.open(self.run), [self.prompt], **settings)
         if generation.left_out:
             cause = "the prompt is longer than the context of this model"
@@ -304,8 +308,21 @@ class Generate:
             print(shades.shaded(token.text, token.active_fraction), end="", flush=True)
         spending = generation.spending
         print(f"\n[{self.execution}: {spending.summary()}]", file=sys.stderr)
+        if generation.speculation is not None:
+            print(f"[speculation: {generation.speculation.summary()}]", file=sys.stderr)
         if self.budget is not None and (line := spending.off_budget(self.budget)):
             print(f"tokendepth: {line}", file=sys.stderr)
+
+
+def _draft_share(text: str | None) -> bool | float:
+    """As `td.generate` takes it."""
+    if text in (None, "auto"):
+        return text is not None
+    try:
+        return float(text)
+    except ValueError:
+        expected = "expected auto, or a share of tokens such as 0.2"
+        raise UserError(f"--speculate is {text!r}; {expected}") from None
 
 
 @dataclass(frozen=True)
