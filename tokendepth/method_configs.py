@@ -271,6 +271,8 @@ class SpanConfig(MethodConfig):
     """Of gain: what skipping costs, in true loss, or in divergence from the model that skips nothing."""
     anneal: float = 0.0
     """Part of the training in which the share of tokens falls from 1 to the budget."""
+    draft: float = 0.0
+    """Weight of teaching tokens that skip the span what they predict with it, for drafts; of carry none, unweighted."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -286,6 +288,11 @@ class SpanConfig(MethodConfig):
             check_range("method.length", self.length, 1, 1000)
         check_budget("method.budget", self.budget)
         check_range("method.ratio_loss", self.ratio_loss, 0, 1000)
+        check_range("method.draft", self.draft, 0, 1000)
+        if self.draft:
+            weighs = self.decide == "score" and self.learn == "weight"
+            expected = "0, since updates are carried on or weighted"
+            check(self.carry == "none" and not weighs, "method.draft", self.draft, expected)
         if self.decide not in ("score", "boundary"):
             expected = f"none or last, since decide is {self.decide}, which has no probability to smooth by"
             check(self.carry != "smooth", "method.carry", self.carry, expected)
