@@ -83,6 +83,7 @@ def retrofit(
     trains: Literal["all", "lora", "routers"] = "all",
     rank: int = 8,
     distill: float = 0.5,
+    draft: float = 0.0,
     context: int | None = None,
     changes: Mapping[str, Any] | None = None,
     resume: bool = False,
@@ -103,7 +104,7 @@ def retrofit(
     """
     options = RetrofitOptions(
         corpus=corpus, budget=budget, method=method, router=router, begin=begin, length=length, choose=choose,
-        drop=drop, trains=trains, rank=rank, distill=distill, context=context,
+        drop=drop, trains=trains, rank=rank, distill=distill, draft=draft, context=context,
     )  # fmt: skip
     base = _dense_run(model, Path(out))
     begun = retrofit_plan.begun_in(out) if resume else None

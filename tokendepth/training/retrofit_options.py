@@ -45,6 +45,9 @@ class RetrofitOptions:
     """Of lora."""
     distill: float = 0.5
     """Weight of the divergence from the untouched model; the cross entropy has the rest."""
+    draft: float = 0.0
+    """For self-speculation: weight of teaching the pass that skips what the same model predicts with nothing skipped.
+    Take it with --budget 1, which leaves what is verified undisturbed."""
     context: int | None = None
     """Tokens of a training sequence, and what the result can read; of a model with rotary positions."""
 
@@ -60,6 +63,8 @@ class RetrofitOptions:
         if not 0 < self.budget <= 1:
             expected = "a number above 0 and up to 1, the share of the blocks' FLOPs that is to be executed"
             raise UserError(f"--budget is {self.budget:g}; expected {expected}")
+        if self.draft and not known:
+            raise UserError(f"--draft is {self.draft:g}, but the method is {self.method}, which skips nothing; drop it")
         for name, method in {"begin": "span", "length": "span", "drop": "drop"}.items():
             if getattr(self, name) is not None and self.method != method:
                 raise UserError(f"--{name} is of --method {method}, but the method is {self.method}; drop it")

@@ -161,22 +161,24 @@ def span_length(config: RunConfig, budget: float) -> int:
     return min(max(1, wanted, math.ceil(skipped / (1 - FEWEST))), blocks)
 
 
-def _span(begin: int, length: int, share: float, router: RouterChoice = "kl") -> SpanConfig:
+def _span(begin: int, length: int, share: float, router: RouterChoice = "kl", draft: float = 0.0) -> SpanConfig:
     decide: dict[RouterChoice, dict[str, Any]] = {
         "kl": {"decide": "gain", "gain": "kl"},
         "loss": {"decide": "gain", "gain": "loss"},
         "straight": {"decide": "score", "learn": "straight"},
         "dice": {"decide": "dice"},
     }
-    return SpanConfig(begin, length, share, keys="all", carry="none", anneal=ANNEAL, **decide[router])
+    return SpanConfig(begin, length, share, keys="all", carry="none", anneal=ANNEAL, draft=draft, **decide[router])
 
 
-def _per_block(share: float, router: RouterChoice, shares: str = "") -> BudgetConfig:
+def _per_block(share: float, router: RouterChoice, shares: str = "", draft: float = 0.0) -> BudgetConfig:
     learn: dict[RouterChoice, dict[str, Any]] = {
         "update": {"learn": "update"},
         "straight": {"learn": "straight"},
         "dice": {"routing": "random"},
     }
+    if draft:  # every sequence passes at a budget of its own and at full budget, and the one learns from the other
+        return BudgetConfig(share, dial=True, distill=draft, **learn[router])
     return BudgetConfig(share, dial=False, distill=0.0, shares=shares, anneal=ANNEAL, **learn[router])
 
 
@@ -186,7 +188,8 @@ def _routed(options: RetrofitOptions, config: RunConfig, measured: "_Measured") 
         if blocks < 2:
             raise UserError("--method budget routes every block but the first, and the base has one; take a deeper one")
         share = _checked_share(replace(config, method=_per_block(1.0, router)), options, "routed blocks")
-        return _per_block(share, router, "" if router == "dice" else measured.shares(share))
+        alike = router == "dice" or options.draft > 0
+        return _per_block(share, router, "" if alike else measured.shares(share), options.draft)
     length = span_length(config, options.budget) if options.length is None else options.length
     length = _fitting("--length", length, blocks, config.model)
     if options.begin is not None and not 0 <= options.begin <= blocks - length:
@@ -195,7 +198,8 @@ def _routed(options: RetrofitOptions, config: RunConfig, measured: "_Measured") 
             "blocks"
         )
     share = _checked_share(replace(config, method=_span(0, length, 1.0, router)), options, "span")
-    return _span(measured.span(length).start if options.begin is None else options.begin, length, share, router)
+    begin = measured.span(length).start if options.begin is None else options.begin
+    return _span(begin, length, share, router, options.draft)
 
 
 def _checked_share(config: RunConfig, options: RetrofitOptions, where: str) -> float:
