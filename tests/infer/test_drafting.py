@@ -1,5 +1,8 @@
 """The arithmetic of self-speculation: the rule that keeps the distribution, the formula, and when drafting stops."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -107,6 +110,17 @@ def test_the_best_length_gives_the_known_speedups(cost, expected):
     """Of tables of others: costs are known to two digits, which is 0.02 of the largest speedups."""
     best = [max(speedup(acceptance, length, cost) for length in range(1, 30)) for acceptance in (0.8, 0.9, 0.95)]
     assert best == pytest.approx(expected, abs=0.02)
+
+
+def test_the_page_has_the_speedups_of_the_formula():
+    page = (Path(__file__).parents[2] / "docs" / "SPECULATION.md").read_text(encoding="utf-8")
+    heading, table = re.findall(r"^\| c (\|.*)\|\n\|[-:|]*\n((?:\|.*\|\n)+)", page, re.MULTILINE)[0]
+    chances = [float(chance) for chance in re.findall(r"a = ([\d.]+)", heading)]
+    rows = [[float(cell) for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert len(rows) == len(chances) == 4
+    for cost, *shown in rows:
+        best = [max(speedup(chance, length, cost) for length in range(LONGEST + 1)) for chance in chances]
+        assert shown == pytest.approx(best, abs=0.0051)
 
 
 @given(st.floats(0, 1), st.floats(0.01, 1))

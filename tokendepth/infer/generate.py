@@ -11,7 +11,7 @@ from tokendepth.errors import UserError
 from tokendepth.infer.drafting import Speculation
 from tokendepth.infer.engine import MOST_TOKENS, Engine, Request, Token
 from tokendepth.infer.sampling import Sampling
-from tokendepth.infer.speculation import SpeculativeEngine, draft_thresholds
+from tokendepth.infer.speculation import engine_for
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.runs.machine import choose_device
@@ -127,14 +127,7 @@ def generate(
     if budget is not None:
         calibrate.set_budget(model, run, budget, show=True)
     slots = min(len(prompts), MOST_AT_ONCE)
-    if speculate is False:
-        engine = Engine(model, tokenizer, slots=slots, execution=execution)
-    else:
-        if execution != "sparse":
-            raise UserError(f"--speculate drafts by skipping, but execution is {execution!r}; expected sparse")
-        share = None if speculate is True else speculate
-        draft = draft_thresholds(model, run, share, budget=budget, show=True)
-        engine = SpeculativeEngine(model, tokenizer, draft, slots=slots)
+    engine = engine_for(model, tokenizer, run, speculate, budget=budget, slots=slots, execution=execution)
     strings = [stop] if isinstance(stop, str) else list(stop)
     context = model.config.context
     requests = [engine.submit(ids[-context:], ask, max_tokens=tokens, stop=strings, rolls=True) for ids in encoded]

@@ -31,7 +31,7 @@ from tokendepth.infer.sampling import Sampler, Sampling, pick, with_logprobs
 from tokendepth.measure import calibrate
 from tokendepth.model import LanguageModel, Output
 from tokendepth.runs.run import Run
-from tokendepth.trace import DepthTrace
+from tokendepth.trace import DepthTrace, Execution
 
 
 class _Draft:
@@ -89,7 +89,7 @@ class SpeculativeEngine(Engine):
             found = decode_one(self.model, cache, last, self.execution, running, thresholds)
             logits = _rows(found.logits, rows)[:, : self._vocabulary]
             proposed, odds = pick(logits, [drafts[n].sampler for n in going_on])
-            tokens[going_on, place + 1] = proposed
+            tokens[:, place + 1] = _spread(proposed, going_on, len(drafts))
             for number, (n, row) in enumerate(zip(going_on, rows, strict=True)):
                 drafts[n].sampler.note(proposed[number : number + 1])
                 drafts[n].passes.append((found.trace, row))
@@ -164,6 +164,25 @@ def _spread(values: Tensor, rows: list[int], count: int) -> Tensor:
     spread = values.new_zeros((count, *values.shape[1:]))
     spread[rows] = values
     return spread
+
+
+def engine_for(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    run: Run,
+    speculate: bool | float,
+    *,
+    budget: float | None = None,
+    execution: Execution = "sparse",
+    slots: int,
+) -> Engine:
+    """The engine of a run's model, which drafts where `speculate` is True or names the share of a draft."""
+    if speculate is False:
+        return Engine(model, tokenizer, slots=slots, execution=execution)
+    if execution != "sparse":
+        raise UserError(f"--speculate drafts by skipping, but execution is {execution!r}; expected sparse")
+    draft = draft_thresholds(model, run, None if speculate is True else speculate, budget=budget, show=True)
+    return SpeculativeEngine(model, tokenizer, draft, slots=slots)
 
 
 # --- what a draft is --------------------------------------------------------------------------------------------------
