@@ -122,9 +122,9 @@ class _Clocked(SpeculativeEngine):
     drafting = verifying = 0.0
 
     def _drafted(self, drafts):
-        tokens, seconds = self._clocked(lambda: super(_Clocked, self)._drafted(drafts))
+        found, seconds = self._clocked(lambda: super(_Clocked, self)._drafted(drafts))
         self.drafting += seconds
-        return tokens
+        return found
 
     def _verified(self, drafts, tokens):
         found, seconds = self._clocked(lambda: super(_Clocked, self)._verified(drafts, tokens))

@@ -12,7 +12,7 @@ same tokens for the same seed. `drafting.py` has the rules and the arithmetic, d
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,17 +35,14 @@ from tokendepth.trace import DepthTrace, Execution
 
 
 class _Draft:
-    """Of one request in one step: so many tokens to draft, what they were drawn from, and where depth went."""
+    """Of one request in one step: so many tokens to draft, and what they were drawn from."""
 
     def __init__(self, slot: int, request: Request, length: int) -> None:
         self.slot, self.request, self.length = slot, request, length
         self.sampler = request.sampler.imagined()
         self.odds: list[Tensor] = []
-        self.passes: list[tuple[DepthTrace, int]] = []
-        """The trace of each pass, and the request's row in it."""
-
-    def traces(self) -> list[DepthTrace]:
-        return [columns_of(on_host(trace), row, 0, 1) for trace, row in self.passes]
+        self.rows: list[int] = []
+        """The request's row in each drafting pass."""
 
 
 class SpeculativeEngine(Engine):
@@ -67,9 +64,9 @@ class SpeculativeEngine(Engine):
         drafts = [_Draft(slot, each, self._length(each)) for slot, each in zip(slots, requests, strict=True)]
         if not any(draft.length for draft in drafts):
             return super()._decode(slots)
-        tokens = self._drafted(drafts)
+        tokens, traces = self._drafted(drafts)
         self._rewind(drafts, [0] * len(drafts))
-        return self._kept(drafts, tokens, *self._verified(drafts, tokens))
+        return self._kept(drafts, tokens, traces, *self._verified(drafts, tokens))
 
     def _length(self, request: Request) -> int:
         """How many tokens the request drafts now: there has to be room for them and for one more."""
@@ -77,10 +74,14 @@ class SpeculativeEngine(Engine):
         room = min(self.cache.capacity - request.cached, request.max_tokens - len(request.tokens))
         return request.speculation.next_length(room - 1)
 
-    def _drafted(self, drafts: list[_Draft]) -> Tensor:
-        """`[draft, longest + 1]`: the last token of each request, and those drafted after it, left on the device."""
+    def _drafted(self, drafts: list[_Draft]) -> tuple[Tensor, list[DepthTrace]]:
+        """`[draft, longest + 1]`: the last token of each request, and those drafted after it, left on the device.
+
+        And the trace of each drafting pass.
+        """
         longest, device = max(draft.length for draft in drafts), self.cache.lengths.device
         tokens = torch.tensor([[draft.request.ids[-1], *[0] * longest] for draft in drafts], device=device)
+        traces = []
         for place in range(longest):
             going_on = [n for n, draft in enumerate(drafts) if draft.length > place]
             cache, rows, running = self._computed([drafts[n].slot for n in going_on])
@@ -92,10 +93,12 @@ class SpeculativeEngine(Engine):
             tokens[:, place + 1] = _spread(proposed, going_on, len(drafts))
             for number, (n, row) in enumerate(zip(going_on, rows, strict=True)):
                 drafts[n].sampler.note(proposed[number : number + 1])
-                drafts[n].passes.append((found.trace, row))
+                drafts[n].rows.append(row)
                 if odds is not None:
                     drafts[n].odds.append(odds[number])
-        return tokens
+            # Copied, since a captured pass writes to the same place every time.
+            traces.append(replace(found.trace, work=found.trace.work.clone()))
+        return tokens, traces
 
     def _verified(self, drafts: list[_Draft], tokens: Tensor) -> tuple[Output, list[int]]:
         """One pass over `tokens` at the requests' own thresholds, and the row of each draft in it.
@@ -115,7 +118,9 @@ class SpeculativeEngine(Engine):
             thresholds = thresholds.expand(-1, -1, width)
         return self.model(ids, execution=self.execution, cache=cache, valid=valid, thresholds=thresholds), rows
 
-    def _kept(self, drafts: list[_Draft], tokens: Tensor, out: Output, rows: list[int]) -> list[Found]:
+    def _kept(
+        self, drafts: list[_Draft], tokens: Tensor, traces: list[DepthTrace], out: Output, rows: list[int]
+    ) -> list[Found]:
         """Each draft up to the first token that is rejected, and what comes instead of it or after the last one."""
         logits = [
             out.logits[row, : draft.length + 1, : self._vocabulary].float()
@@ -125,7 +130,8 @@ class SpeculativeEngine(Engine):
             verdict(logits[n], tokens[n, 1 : draft.length + 1], draft.odds, draft.request.sampler)
             for n, draft in enumerate(drafts)
         ]
-        known, drafted, trace = torch.stack(verdicts).tolist(), tokens.tolist(), on_host(out.trace)
+        known, drafted = torch.stack(verdicts).tolist(), tokens.tolist()
+        trace, drafting = on_host(out.trace), [on_host(each) for each in traces]
         found: list[Found] = []
         for n, (draft, (accepted, after)) in enumerate(zip(drafts, known, strict=True)):
             request, chosen = draft.request, [*drafted[n][1 : accepted + 1], after]
@@ -133,12 +139,12 @@ class SpeculativeEngine(Engine):
                 request.sampler.note(token)
             choices = with_logprobs(logits[n][: accepted + 1], chosen, [request.sampler.sampling] * len(chosen))
             columns = [columns_of(trace, rows[n], place, place + 1) for place in range(draft.length + 1)]
-            traces = draft.traces()
-            extra = sum(each.totals().flops for each in (*traces, *columns[accepted + 1 :]))
+            own = [columns_of(each, row, 0, 1) for each, row in zip(drafting, draft.rows, strict=False)]
+            extra = sum(each.totals().flops for each in (*own, *columns[accepted + 1 :]))
             found.append(Found(request, choices[0], columns[0], extra))
             found += map(Found, [request] * accepted, choices[1:], columns[1:])
-            if traces and request.speculation is not None:
-                request.speculation.record(accepted, _work(traces), _work(columns))
+            if own and request.speculation is not None:
+                request.speculation.record(accepted, _work(own), _work(columns))
         self._rewind(drafts, [accepted + 1 for accepted, _ in known])
         return found
 
