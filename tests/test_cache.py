@@ -528,6 +528,23 @@ def test_after_a_crop_it_is_as_if_the_tokens_had_never_been_read(method, shape, 
     assert_close(again.logits, full(model, torch.tensor([row[:6] for row in other]), execution).logits)
 
 
+@pytest.mark.parametrize("method", ["switch", "span", "tsa"])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_rewind_is_a_crop_to_named_lengths(method, fixed):
+    """Of some slots, while the others stay as they are, and without asking the device how long any is."""
+    model, rows = any_method(method, "classic"), tokens(3, seed=8)
+    kept, other = (new_cache(model, 3, croppable=True, fixed=fixed) for _ in range(2))
+    for each in (kept, other):
+        full(model, rows[:, :6], cache=each)
+    kept.of([2, 0]).rewind([3, 5])
+    other.crop(torch.tensor([1, 0, 3]))
+    assert kept.lengths.tolist() == other.lengths.tolist() == [5, 6, 3]
+    assert kept.bounds == other.bounds == [5, 6, 3]
+    assert torch.equal(kept.valid, other.valid)
+    new = tokens(3, 2, seed=9)
+    assert torch.equal(full(model, new, cache=kept).logits, full(model, new, cache=other).logits)
+
+
 @pytest.mark.parametrize("method", ["switch", "span"])
 def test_a_cache_that_does_not_keep_what_a_method_remembers_refuses_to_crop(method):
     model = any_method(method, "classic")

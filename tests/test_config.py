@@ -327,6 +327,7 @@ REFUSED_KNOBS = [
     (SpanConfig, "ratio_loss", -0.1),
     (SpanConfig, "anneal", 1.1),
     (SpanConfig, "gain", "kl"),  # of a decider that has none
+    (SpanConfig, "draft", 1.0),  # beside updates that are carried on
     (BudgetConfig, "anneal", 0.5),  # beside the dial
     (BudgetConfig, "shares", "0.5,0.4"),
 ]

@@ -85,6 +85,7 @@ def retrofit(
     trains: Literal["all", "lora", "routers"] = "all",
     rank: int = 8,
     distill: float = 0.5,
+    draft: float = 0.0,
     context: int | None = None,
     changes: Mapping[str, Any] | None = None,
     resume: bool = False,
@@ -105,7 +106,7 @@ def retrofit(
     """
     options = RetrofitOptions(
         corpus=corpus, budget=budget, method=method, router=router, begin=begin, length=length, choose=choose,
-        bypass=bypass, drop=drop, trains=trains, rank=rank, distill=distill, context=context,
+        bypass=bypass, drop=drop, trains=trains, rank=rank, distill=distill, draft=draft, context=context,
     )  # fmt: skip
     base = _dense_run(model, Path(out))
     begun = retrofit_plan.begun_in(out) if resume else None
@@ -204,6 +205,7 @@ class _Settings(TypedDict, total=False):
     execution: Execution
     device: str
     budget: float | None
+    speculate: bool | float
 
 
 @overload
@@ -230,12 +232,16 @@ def generate(
     execution: Execution = "sparse",
     device: str = "auto",
     budget: float | None = None,
+    speculate: bool | float = False,
 ) -> Generation | list[Generation]:
     """Continue a prompt with a finished run; of a list of prompts, each as it would be alone, all at the same time.
 
     Temperature 0 takes the likeliest token; `seed` fixes the others. Of a prompt longer than the context its end is
     read, and a text that outgrows the context goes on from the last half of it. The text ends before a `stop` string.
     `logprobs` keeps each token's log-probability, and those of so many of the likeliest.
+
+    `speculate` drafts tokens with most blocks skipped and verifies several in one pass (docs/SPECULATION.md): at
+    temperature 0 the same text, else one of the same distribution. True, or the share of tokens that drafts work on.
 
     >>> len(td.generate("runs/tsa", "def ", tokens=5).text)
     5
@@ -246,7 +252,7 @@ def generate(
         Run.open(_path(run)), [prompt] if isinstance(prompt, str) else list(prompt), tokens=tokens,
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, stop=stop, seed=seed,
-        logprobs=logprobs, execution=execution, device=device, budget=budget,
+        logprobs=logprobs, execution=execution, device=device, budget=budget, speculate=speculate,
     )  # fmt: skip
     return generations[0] if isinstance(prompt, str) else generations
 

@@ -71,19 +71,27 @@ class KVCache:
 
     def crop(self, count: int | Tensor) -> None:
         """Forget the last `count` tokens of every sequence, a number or `[batch]`: as if they had never been read."""
+        counts = count.tolist() if isinstance(count, Tensor) else [count] * self.batch
+        shorter = self.seen() - (count if isinstance(count, Tensor) else int(count))
+        bounds = self._whole.bounds
+        self._shorten(shorter, [bounds[slot] - gone for slot, gone in zip(self._chosen, counts, strict=True)])
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """As `crop`, to the first `lengths` tokens of each sequence; the device is not asked how many there were."""
+        self._shorten(self._index(lengths), list(lengths))
+
+    def _shorten(self, shorter: Tensor, bounds: list[int]) -> None:
         whole, row = self._whole, self._batch(self.batch)
         if whole.states and not whole.croppable:
             raise UserError("this method remembers more than keys and values; make the cache with croppable=True")
-        counts = count.tolist() if isinstance(count, Tensor) else [count] * self.batch
-        shorter = whole.lengths[row] - (count if isinstance(count, Tensor) else int(count))
         whole.lengths[row] = shorter
         whole.valid[:, row] &= torch.arange(self.capacity + 1, device=row.device) < shorter[:, None]
         for layer, state in whole.states.items():
             there = (shorter > 0).view(-1, *[1] * (state.dim() - 1))
             before = whole.histories[layer][row, (shorter - 1).clamp(min=0)]
             state[row] = torch.where(there, before, torch.zeros_like(before))
-        for slot, gone in zip(self._chosen, counts, strict=True):
-            whole.bounds[slot] -= gone
+        for slot, bound in zip(self._chosen, bounds, strict=True):
+            whole.bounds[slot] = bound
 
     def select(self, slots: Sequence[int]) -> None:
         """Keep copies of these slots alone, in that order, one as often as it is named: for beams."""

@@ -274,6 +274,8 @@ class SpanConfig(MethodConfig):
     """Part of the training in which the share of tokens falls from 1 to the budget."""
     bypass: bool = False
     """Tokens that skip the span take one linear map instead; in a retrofit at first the one that fits the span best."""
+    draft: float = 0.0
+    """Weight of teaching tokens that skip the span what they predict with it, for drafts; of carry none, unweighted."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -300,6 +302,11 @@ class SpanConfig(MethodConfig):
         else:
             check_budget("method.budget", self.budget)
         check_range("method.ratio_loss", self.ratio_loss, 0, 1000)
+        check_range("method.draft", self.draft, 0, 1000)
+        if self.draft:
+            weighs = self.decide == "score" and self.learn == "weight"
+            expected = "0, since updates are carried on or weighted"
+            check(self.carry == "none" and not weighs, "method.draft", self.draft, expected)
         if self.decide not in ("score", "boundary"):
             expected = f"none or last, since decide is {self.decide}, which has no probability to smooth by"
             check(self.carry != "smooth", "method.carry", self.carry, expected)

@@ -19,6 +19,7 @@ from tokendepth.measure.calibrate import calibrate_on
 from tokendepth.measure.evaluate import evaluate, load_model
 from tokendepth.measure.flops import count_flops, training_flops
 from tokendepth.methods import build
+from tokendepth.methods.base import divergence
 from tokendepth.methods.budget import gain_target
 from tokendepth.methods.span import ROOM, Bypass, Span
 from tokendepth.methods.span_deciders import Boundary, WordEnds, carry_on, ends_word, ratio_loss
@@ -295,6 +296,30 @@ def test_the_gain_is_what_a_token_loses_without_the_span():
         strict=True,
     ):
         assert (gradient is not None) == ("router" in name), "it reaches the router and nothing else"
+
+
+def test_tokens_that_skip_are_taught_what_they_predict_with_the_span():
+    """Beside tokens that took it as if all did; the span and what is predicted with it are left as they are."""
+    model, ids = span(decide="gain", keys="all", carry="none", draft=0.5).train(), tokens(6)
+    inputs, targets = ids[:, :-1], ids[:, 1:].clone()
+    targets[:, :3] = -100
+    torch.manual_seed(5)
+    loss = model(inputs, targets=targets).losses["draft"]
+    torch.manual_seed(5)
+    skips = torch.rand(inputs.shape) < 0.5
+    state, ctx = model.entering(inputs, "hard")
+    before = state
+    with torch.no_grad():
+        for number, block in enumerate(method_of(model).blocks):
+            before = state if number == method_of(model).span.start else before
+            state = torch.where(skips[..., None], before, state) if number == method_of(model).span.stop else state
+            state = block(state, ctx)
+        distance = divergence(dense_like(model)(inputs).logits, model.readout(state))
+    assert loss.item() == pytest.approx(0.5 * distance[skips & (targets >= 0)].mean().item(), rel=1e-4)
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    reached = {name for name, each in zip(dict(model.named_parameters()), gradients, strict=True) if each is not None}
+    blocks = {int(name.split(".")[2]) for name in reached if name.startswith("method.blocks.")}
+    assert blocks == set(range(len(method_of(model).blocks))) - set(method_of(model).span)
 
 
 def test_the_gains_scale_by_hand():

@@ -12,6 +12,7 @@ import pytest
 
 import tokendepth as td
 from tests.serve.conftest import Served, serving
+from tokendepth.infer.drafting import Speculation
 from tokendepth.infer.engine import Engine
 from tokendepth.infer.generate import tokenizer_of
 from tokendepth.measure.evaluate import load_model
@@ -51,6 +52,25 @@ def test_completions_are_the_offline_output(served: Served, run, settings):
         assert "".join(piece.text for piece in pieces[index]) == choice.text
         assert [piece.finish_reason for piece in pieces[index]] == [None] * (len(pieces[index]) - 1) + ["length"]
         assert len(pieces[index]) == 20, "a chunk for every token"
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:2])
+def test_with_drafts_completions_are_the_offline_output(run, settings, monkeypatch):
+    """A chunk for every token, though a step writes several; FLOPs of drafts count as executed."""
+    monkeypatch.setattr(Speculation, "next_length", lambda _, room: max(0, min(3, room)))
+    expected = [offline(run, prompt, speculate=0, **settings).text for prompt in PROMPTS]
+    with serving(Service.of(run, "cpu", Limits(slots=2), speculate=0)) as found:
+        client = found.client()
+        whole = client.completions.create(model="bottles", prompt=PROMPTS, max_tokens=20, **settings)
+        assert [choice.text for choice in whole.choices] == expected
+        chunks = list(
+            client.completions.create(model="bottles", prompt=PROMPTS[0], max_tokens=20, stream=True, **settings)
+        )
+        totals = found.service.metrics._totals
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected[0]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 19 + ["length"]
+    assert totals["generated"] == 80
+    assert totals["flops"] > totals["flops_dense"], "most drafts of an untrained model are rejected"
 
 
 def test_ids_are_taken_for_text(served: Served, tokenizer):

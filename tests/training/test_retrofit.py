@@ -12,7 +12,17 @@ import torch.nn.functional as F
 import tokendepth as td
 from benchmarks.faults.stopped import stopped_run
 from tests.tiny import TEXT, one_line, steady, tiny, write_corpus
-from tokendepth.config import DenseConfig, MethodConfig, ModelConfig, RunConfig, SpanConfig, from_dict, to_dict
+from tokendepth import data
+from tokendepth.config import (
+    BudgetConfig,
+    DenseConfig,
+    MethodConfig,
+    ModelConfig,
+    RunConfig,
+    SpanConfig,
+    from_dict,
+    to_dict,
+)
 from tokendepth.errors import UserError
 from tokendepth.measure.block_changes import loss_without
 from tokendepth.measure.calibrate import calibrate_on
@@ -374,6 +384,42 @@ def test_in_words(base):
         in_words(planned(base, method="dense"), base.config)
         == "every token takes all 4 blocks: 1.000 of the block FLOPs"
     )
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_taught_to_draft_for_itself(base, tmp_path):
+    """What it predicts with all of the span skipped comes nearer to what it predicts with none of it."""
+    ids, distances = torch.from_numpy(data_of(base)), []
+    for draft in (0.0, 1.0):
+        options = {"budget": 1.0, "begin": 1, "length": 2, "draft": draft, "changes": {**STEPS, "train.steps": 24}}
+        run = td.retrofit(base, tmp_path / f"{draft}", show=False, **options)
+        model = load_model(run, CPU)
+        with torch.no_grad():
+            full, skipping = (
+                model(ids, execution="hard", decisions=torch.full((2, *ids.shape), on)).logits for on in (True, False)
+            )
+        distances.append(divergence(full, skipping).mean().item())
+    assert distances[1] < 0.7 * distances[0]
+
+
+def data_of(base: Run) -> np.ndarray:
+    """Some of its validation text."""
+    dataset = data.load(base.config.data)
+    return dataset.train_batch(seed=1, step=0, batch_size=8, context=16)[0]
+
+
+def test_what_draft_means_for_each_method(base):
+    span = planned(base, draft=1.0, budget=1.0, begin=1, length=2).method
+    assert isinstance(span, SpanConfig)
+    assert (span.draft, span.budget) == (1.0, 1.0)
+    blocks = planned(base, draft=0.5, method="budget").method
+    assert isinstance(blocks, BudgetConfig)
+    assert (blocks.dial, blocks.distill, blocks.shares, blocks.learn) == (True, 0.5, "", "update")
+    with pytest.raises(UserError) as error:
+        planned(base, draft=1.0, method="drop")
+    assert "--draft is 1, but the method is drop, which skips nothing; drop it" in one_line(error.value)
 
 
 # --- configs ----------------------------------------------------------------------------------------------------------

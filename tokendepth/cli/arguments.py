@@ -218,3 +218,14 @@ def _check_words(words: list[str], positional: dict[str, Any], command: str, ask
 
 def _one(kind: Any) -> str:
     return "one run folder" if kind is Path else "one word"
+
+
+def draft_share(text: str | None) -> bool | float:
+    """The value of --speculate as `td.generate` takes it."""
+    if text in (None, "auto"):
+        return text is not None
+    try:
+        return float(text)
+    except ValueError:
+        expected = "expected auto, or a share of tokens such as 0.2"
+        raise UserError(f"--speculate is {text!r}; {expected}") from None

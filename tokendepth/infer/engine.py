@@ -10,10 +10,10 @@ others go on. What a request gets does not depend on the others.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +23,12 @@ from tokendepth.checks import check_range
 from tokendepth.data import Tokenizer
 from tokendepth.errors import UserError
 from tokendepth.infer.capture import CapturedDecoding
-from tokendepth.infer.sampling import Choice, Sampler, Sampling, choose
+from tokendepth.infer.requests import Found, Reason, Request, Token, columns_of, on_host
+from tokendepth.infer.sampling import Sampler, Sampling, choose
 from tokendepth.infer.stopping import ShownText
 from tokendepth.model import LanguageModel
-from tokendepth.trace import DepthTotals, DepthTrace, Execution
+from tokendepth.trace import DepthTrace, Execution
 
-Reason = Literal["stop", "length", "cancelled"]
 MOST_TOKENS = 10**9
 
 
@@ -86,62 +86,7 @@ def decode_one(
     return Pass(out.logits[:, -1], out.trace)
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Token:
-    """One generated token, and what it took."""
-
-    choice: Choice
-    text: str
-    """What it adds to the text that is shown; nothing while a character or what may be a stop string is not whole."""
-    trace: DepthTrace
-    """Of the positions that were computed for it, `[site, 1, position]`: its predecessor, or a whole prompt."""
-    seconds: float
-    """The step that made it, and a token of every other running request."""
-
-    @property
-    def depth(self) -> list[float]:
-        """The work of each site at the position that predicted it."""
-        return self.trace.work[:, 0, -1].tolist()
-
-    @property
-    def active_fraction(self) -> float:
-        """Of the routed sites, how many worked at the position that predicted it."""
-        return self._totals().active_fraction
-
-    @property
-    def flops_share(self) -> float:
-        """FLOPs at that position, as a share of those of the same blocks with nothing skipped and no routers."""
-        return 1 - self._totals().flops_skipped
-
-    def _totals(self) -> DepthTotals:
-        return replace(self.trace, work=self.trace.work[:, :, -1:]).totals()
-
-
-@dataclass(eq=False)
-class Request:
-    """A prompt to be continued. `Engine.submit` makes one; `tokens` and `reason` are filled in as it is written."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    stop_ids: frozenset[int]
-    rolls: bool
-    thresholds: Tensor | None
-    sampler: Sampler
-    shown: ShownText
-    tokens: list[Token] = field(default_factory=list)
-    reason: Reason | None = None
-    """Why it ended: a stop string or token, as many tokens as were asked for or as fit, or it was cancelled."""
-    ids: list[int] = field(default_factory=list)
-    """The prompt and what was generated."""
-    cached: int = 0
-    """How many of them its slot holds."""
-
-    @property
-    def text(self) -> str:
-        return "".join(token.text for token in self.tokens)
+# --- many requests ----------------------------------------------------------------------------------------------------
 
 
 class Engine:
@@ -153,11 +98,13 @@ class Engine:
         slots: int = 8,
         execution: Execution = "sparse",
         fixed: bool | None = None,
+        croppable: bool = False,
     ) -> None:
         """`slots` requests run at once; more wait for their turn.
 
         `fixed`: every decoding step is over all slots and all columns of the cache, so that its shape never changes:
-        by default on a GPU, where passes of one shape are quickest. Elsewhere only what runs is computed.
+        by default on a GPU, where passes of one shape are quickest. Elsewhere only what runs is computed. `croppable`:
+        as of `KVCache`.
         """
         check_range("slots", slots, 1)
         like = model.embedding.weight
@@ -166,8 +113,9 @@ class Engine:
         self.fixed = like.is_cuda if fixed is None else fixed
         context = model.config.context
         self.cache = KVCache(
-            model.config, slots, context, layers=model.method.cache_layers, like=like.detach(), fixed=self.fixed
-        )
+            model.config, slots, context, layers=model.method.cache_layers, like=like.detach(), fixed=self.fixed,
+            croppable=croppable,
+        )  # fmt: skip
         # On a GPU all slots as one graph, where nothing is asked of the host meanwhile.
         captures = self.fixed and like.is_cuda and execution == "sparse" and model.can_be_captured
         self._captured = CapturedDecoding(self._decode_all, self.cache) if captures else None
@@ -255,7 +203,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """One token more for every request that runs, those included that are admitted now; returns them."""
+        """A token more for every request that runs, those included that are admitted now; returns them."""
         start = time.perf_counter()
         going_on = [n for n, request in enumerate(self._slots) if request and request.cached < self.cache.capacity]
         beginning = [n for n, request in enumerate(self._slots) if request and n not in going_on]
@@ -264,15 +212,17 @@ class Engine:
             request = self._at(slot)
             request.cached = 0
         beginning += self._admit()
-        found: list[tuple[Request, Choice, DepthTrace]] = []
+        found: list[Found] = []
         if going_on:
             found += self._decode(going_on)
         if beginning:
             found += self._prefill(beginning)
         seconds = time.perf_counter() - start
-        for request, choice, trace in found:
-            self._take(request, choice, trace, seconds)
-        return [request for request, _, _ in found]
+        counts = Counter(each.request for each in found)
+        for each in found:
+            if each.request.reason is None:  # what was found beyond a stop is not taken
+                self._take(each, seconds / counts[each.request])
+        return list(counts)
 
     def _admit(self) -> list[int]:
         """The slots of the requests that find one now."""
@@ -283,24 +233,20 @@ class Engine:
                 admitted.append(slot)
         return admitted
 
-    def _prefill(self, slots: list[int]) -> list[tuple[Request, Choice, DepthTrace]]:
+    def _prefill(self, slots: list[int]) -> list[Found]:
         requests = [self._at(slot) for slot in slots]
         half = max(1, self.cache.capacity // 2)
         prompts = [request.ids[-half:] if request.tokens else request.ids for request in requests]
         found = prefill(self.model, self.cache.of(slots), prompts, self.execution, self._thresholds(slots))
         return self._chosen(requests, found, range(len(slots)), [len(prompt) for prompt in prompts])
 
-    def _decode(self, slots: list[int]) -> list[tuple[Request, Choice, DepthTrace]]:
-        requests, everyone = [self._at(slot) for slot in slots], list(range(len(self._slots)))
-        cache, rows, running = self.cache, slots, None
-        if not self.fixed and slots != everyone:
-            cache, rows = self.cache.of(slots), list(range(len(slots)))
-        elif slots != everyone:
-            running = torch.tensor([slot in slots for slot in everyone], device=cache.lengths.device)
+    def _decode(self, slots: list[int]) -> list[Found]:
+        requests = [self._at(slot) for slot in slots]
+        cache, rows, running = self._computed(slots)
         last = [0] * cache.batch
         for row, request in zip(rows, requests, strict=True):
             last[row] = request.ids[-1]
-        thresholds = self._thresholds(everyone if cache is self.cache else slots)
+        thresholds = self._thresholds(self._everyone if cache is self.cache else slots)
         tokens = torch.tensor(last, device=cache.lengths.device)
         if self._captured is not None and cache is self.cache:
             found = self._captured(tokens, running, thresholds)
@@ -311,17 +257,29 @@ class Engine:
     def _decode_all(self, tokens: Tensor, running: Tensor | None, thresholds: Tensor | None) -> Pass:
         return decode_one(self.model, self.cache, tokens, self.execution, running, thresholds)
 
-    def _chosen(
-        self, requests: list[Request], found: Pass, rows: Sequence[int], lengths: list[int]
-    ) -> list[tuple[Request, Choice, DepthTrace]]:
+    def _computed(self, slots: list[int]) -> tuple[KVCache, list[int], Tensor | None]:
+        """The cache of a pass for these slots, their rows in it, and which rows run; None: all.
+
+        In a `fixed` engine a pass is over all slots, elsewhere over these alone.
+        """
+        if slots == self._everyone:
+            return self.cache, slots, None
+        if not self.fixed:
+            return self.cache.of(slots), list(range(len(slots))), None
+        running = torch.tensor([slot in slots for slot in self._everyone], device=self.cache.lengths.device)
+        return self.cache, slots, running
+
+    @property
+    def _everyone(self) -> list[int]:
+        return list(range(len(self._slots)))
+
+    def _chosen(self, requests: list[Request], found: Pass, rows: Sequence[int], lengths: list[int]) -> list[Found]:
         """The next token of each request, which has the row `rows` of the pass and `lengths` of its columns."""
         logits = found.logits if len(rows) == len(found.logits) else found.logits[list(rows)]
         choices = choose(logits[:, : self._vocabulary], [request.sampler for request in requests])
-        trace = _on_host(found.trace)
-        columns = [_column(trace, row, length) for row, length in zip(rows, lengths, strict=True)]
-        for request, length in zip(requests, lengths, strict=True):
-            request.cached += length
-        return list(zip(requests, choices, columns, strict=True))
+        trace = on_host(found.trace)
+        columns = [columns_of(trace, row, 0, length) for row, length in zip(rows, lengths, strict=True)]
+        return list(map(Found, requests, choices, columns))
 
     def _thresholds(self, slots: Sequence[int]) -> Tensor | None:
         """`[routed site, slots, 1]`, where a request has its own; those of a resting slot are the method's."""
@@ -333,8 +291,10 @@ class Engine:
         columns = [own if request is None or request.thresholds is None else request.thresholds for request in requests]
         return torch.stack(columns, 1)[..., None]
 
-    def _take(self, request: Request, choice: Choice, trace: DepthTrace, seconds: float) -> None:
+    def _take(self, found: Found, seconds: float) -> None:
+        request, choice = found.request, found.choice
         request.ids.append(choice.token)
+        request.cached += found.trace.work.shape[2]
         full = request.cached == self.cache.capacity and not request.rolls
         text, reason = "", None
         if choice.token in request.stop_ids:
@@ -347,7 +307,7 @@ class Engine:
                 reason = "length"
         if reason is not None:
             text += request.shown.end()
-        request.tokens.append(Token(choice, text, trace, seconds))
+        request.tokens.append(Token(choice, text, found.trace, seconds, found.extra_flops))
         if reason is not None:
             self._end(request, reason)
 
@@ -364,14 +324,3 @@ class Engine:
         request = self._slots[slot]
         assert request is not None
         return request
-
-
-def _on_host(trace: DepthTrace) -> DepthTrace:
-    fewer = None if trace.fewer_keys is None else trace.fewer_keys.cpu().numpy()
-    return replace(trace, work=trace.work.float().cpu().numpy(), fewer_keys=fewer)
-
-
-def _column(trace: DepthTrace, row: int, length: int) -> DepthTrace:
-    """The trace of one sequence, without padding."""
-    fewer = None if trace.fewer_keys is None else trace.fewer_keys[row : row + 1]
-    return replace(trace, work=trace.work[:, row : row + 1, :length], valid=None, fewer_keys=fewer)

@@ -8,8 +8,10 @@ from tokendepth.checks import check_range
 from tokendepth.config import SYNTHETIC_CORPORA
 from tokendepth.data.of_run import tokenizer_of
 from tokendepth.errors import UserError
+from tokendepth.infer.drafting import Speculation
 from tokendepth.infer.engine import MOST_TOKENS, Engine, Request, Token
 from tokendepth.infer.sampling import Sampling
+from tokendepth.infer.speculation import engine_for
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.runs.machine import choose_device
@@ -26,6 +28,8 @@ class Spending:
 
     depth: list[DepthTotals] = field(default_factory=list)
     seconds: float = 0.0
+    extra_flops: float = 0.0
+    """Of drafts, and of drafted tokens that were rejected."""
 
     def off_budget(self, budget: float) -> str | None:
         totals = add_up(self.depth)
@@ -34,9 +38,10 @@ class Spending:
     def summary(self) -> str:
         totals = add_up(self.depth)
         rate = len(self.depth) / max(self.seconds, 1e-9)
+        skipped = totals.flops_skipped - self.extra_flops / totals.flops_dense
         return (
             f"{len(self.depth)} tokens, {rate:.0f} tokens/s, active fraction {totals.active_fraction:.3f}, "
-            f"FLOPs skipped {100 * totals.flops_skipped:.1f}%"
+            f"FLOPs skipped {100 * skipped:.1f}%"
         )
 
 
@@ -70,6 +75,7 @@ class Generation:
             if number == len(self.spending.depth):
                 self.spending.depth.append(token.trace.totals())
                 self.spending.seconds += token.seconds
+                self.spending.extra_flops += token.extra_flops
             yield token
 
     @property
@@ -81,6 +87,11 @@ class Generation:
     def reason(self) -> str | None:
         """Why it ended: `stop` (a stop string) or `length` (as many tokens as were asked for); None: it goes on."""
         return self._request.reason
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """What drafting has come to so far, where that was asked for."""
+        return self._request.speculation
 
     @property
     def sites(self) -> list[str]:
@@ -98,9 +109,10 @@ def generate(
     execution: Execution = "sparse",
     device: str = "auto",
     budget: float | None = None,
+    speculate: bool | float = False,
     **sampling: Any,
 ) -> list[Generation]:
-    """One continuation for each prompt; `sampling` are fields of `Sampling`."""
+    """One continuation for each prompt; `sampling` are fields of `Sampling`, `speculate` is as of `td.generate`."""
     ask = Sampling(temperature, **sampling)
     check_range("tokens", tokens, 1, MOST_TOKENS)
     if execution not in EXECUTIONS:
@@ -114,7 +126,8 @@ def generate(
     model = load_model(run, choose_device(device))
     if budget is not None:
         calibrate.set_budget(model, run, budget, show=True)
-    engine = Engine(model, tokenizer, slots=min(len(prompts), MOST_AT_ONCE), execution=execution)
+    slots = min(len(prompts), MOST_AT_ONCE)
+    engine = engine_for(model, tokenizer, run, speculate, budget=budget, slots=slots, execution=execution)
     strings = [stop] if isinstance(stop, str) else list(stop)
     context = model.config.context
     requests = [engine.submit(ids[-context:], ask, max_tokens=tokens, stop=strings, rolls=True) for ids in encoded]

@@ -5,6 +5,7 @@ temperature, top-k, top-p and min-p, and a draw from what is left. Every request
 for each token, so that what it writes does not depend on what else is in the batch.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,12 +97,18 @@ class Sampler:
             values = [float(bias) for bias in sampling.logit_bias.values()]
             self._bias[[*sampling.logit_bias]] = torch.tensor(values, device=device)
 
+    def imagined(self) -> "Sampler":
+        """A copy to take note of tokens that may not be kept; it shares the dice."""
+        other = copy.copy(self)
+        other._seen, other._counts = (part if part is None else part.clone() for part in (self._seen, self._counts))
+        return other
+
     def draw(self) -> float:
         """The next number in [0, 1)."""
         return float(torch.rand((), generator=self._dice, dtype=torch.float64))
 
-    def note(self, token: int) -> None:
-        """This token was generated."""
+    def note(self, token: int | Tensor) -> None:
+        """This token was generated; `[1]`, where it is known to the device alone."""
         if self._seen is not None:
             self._seen[token] = True
         if self._counts is not None:
@@ -121,17 +128,24 @@ class Sampler:
 def choose(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
     """The next token of each row of `logits` `[n, vocabulary]`, by that row's sampler, which takes note of it."""
     logits = logits.float()
-    asks = [sampler.sampling for sampler in samplers]
-    adjusted = torch.stack([sampler.adjusted(row) for sampler, row in zip(samplers, logits, strict=True)])
-    tokens = adjusted.argmax(-1)
-    if any(ask.temperature for ask in asks):
-        draws = [sampler.draw() if sampler.sampling.temperature else 0.0 for sampler in samplers]
-        drawn = draw(probabilities(adjusted, asks), torch.tensor(draws, dtype=torch.float64, device=logits.device))
-        tokens = torch.where(_column(logits, [ask.temperature > 0 for ask in asks])[:, 0], drawn, tokens)
+    tokens, _ = pick(logits, samplers)
     chosen = tokens.tolist()
     for sampler, token in zip(samplers, chosen, strict=True):
         sampler.note(token)
-    return _with_logprobs(logits, chosen, asks)
+    return with_logprobs(logits, chosen, [sampler.sampling for sampler in samplers])
+
+
+def pick(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, Tensor | None]:
+    """As `choose`, left on the device and not noted: tokens `[n]`, and what they were drawn from if any was drawn."""
+    asks = [sampler.sampling for sampler in samplers]
+    adjusted = torch.stack([sampler.adjusted(row) for sampler, row in zip(samplers, logits.float(), strict=True)])
+    tokens = adjusted.argmax(-1)
+    if not any(ask.temperature for ask in asks):
+        return tokens, None
+    draws = [sampler.draw() if sampler.sampling.temperature else 0.0 for sampler in samplers]
+    odds = probabilities(adjusted, asks)
+    drawn = draw(odds, torch.tensor(draws, dtype=torch.float64, device=logits.device))
+    return torch.where(_column(logits, [ask.temperature > 0 for ask in asks])[:, 0], drawn, tokens), odds
 
 
 def probabilities(logits: Tensor, asks: Sequence[Sampling]) -> Tensor:
@@ -163,7 +177,8 @@ def draw(probability: Tensor, numbers: Tensor) -> Tensor:
     return torch.minimum(found, last)[:, 0]
 
 
-def _with_logprobs(logits: Tensor, chosen: list[int], asks: Sequence[Sampling]) -> list[Choice]:
+def with_logprobs(logits: Tensor, chosen: list[int], asks: Sequence[Sampling]) -> list[Choice]:
+    """The `chosen` token of each row, with the log-probabilities that were asked for."""
     if all(ask.logprobs is None for ask in asks):
         return [Choice(token) for token in chosen]
     logprobs = logits.log_softmax(-1)

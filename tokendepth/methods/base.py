@@ -47,6 +47,8 @@ class Method(nn.Module):
     """Whether all routed sites share one decision; of decisions given for each, the first is used."""
     skips_on_device = False
     """Whether sparse execution needs no host synchronisation where kernels run."""
+    draft_share = 0.2
+    """The share of tokens, or of routed blocks, that works in a draft, unless another is named."""
     wants_teacher = False
     """Whether its losses compare with a teacher's logits where there is one."""
     batch_statistic: str | None = None

@@ -63,6 +63,7 @@ class Span(ExactBuffers, Method):
     has_soft = False
     one_decision = True
     skips_on_device = True
+    draft_share = 0.0
     threshold: Tensor
     skipping: Tensor
     """The share of tokens that skips while training; with `anneal` it rises from 0."""
@@ -238,6 +239,27 @@ class Span(ExactBuffers, Method):
         return Selected(order % time, order < time)
 
     def _losses(self, hidden: Tensor, passed_by: Tensor, score: Tensor, ctx: Context) -> dict[str, Tensor]:
+        losses = self._decider_losses(hidden, passed_by, score, ctx)
+        if self.knobs.draft and ctx.targets is not None:
+            losses["draft"] = self.knobs.draft * self._draft_loss(hidden, passed_by, ctx.targets, ctx)
+        return losses
+
+    def _draft_loss(self, hidden: Tensor, passed_by: Tensor, targets: Tensor, ctx: Context) -> Tensor:
+        """The divergence of tokens that skip the span from what they predict with it, which is left as it is.
+
+        Half of the tokens skip at a time: in a draft, too, tokens that skip attend over others that did not.
+        """
+        assert ctx.readout is not None
+        _, span, after = self._stages()
+        with torch.no_grad():
+            taken = _through(span, hidden, ctx)
+            full = ctx.readout(_through(after, taken, ctx))
+        skips = torch.rand(hidden.shape[:2], device=hidden.device) < 0.5
+        drafted = ctx.readout(_through(after, torch.where(skips[..., None], passed_by, taken), ctx))
+        counted = skips & (targets >= 0)
+        return (divergence(full, drafted) * counted).sum() / counted.sum().clamp(min=1)
+
+    def _decider_losses(self, hidden: Tensor, passed_by: Tensor, score: Tensor, ctx: Context) -> dict[str, Tensor]:
         knobs = self.knobs
         if isinstance(self.decider, Boundary) and knobs.ratio_loss:
             ratio = ratio_loss(score, score > self.decider.threshold, knobs.budget, ctx)

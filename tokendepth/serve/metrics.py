@@ -24,15 +24,17 @@ class Metrics:
         with self._lock:
             self._totals["dropped"] += 1
 
-    def count_step(self, tokens: Sequence[Token]) -> None:
-        """One step of the engine and the tokens that it wrote."""
+    def count_step(self, written: Sequence[Sequence[Token]]) -> None:
+        """One step of the engine and the tokens that it wrote for each request."""
+        tokens = [token for each in written for token in each]
         depth = [token.trace.totals() for token in tokens]
         with self._lock:
             self._totals["steps"] += 1
-            self._totals["step_seconds"] += max((token.seconds for token in tokens), default=0.0)
+            self._totals["step_seconds"] += max((sum(token.seconds for token in each) for each in written), default=0.0)
             self._totals["generated"] += len(tokens)
             self._totals["computed"] += sum(totals.tokens for totals in depth)
-            self._totals["flops"] += sum(totals.flops for totals in depth)
+            extra = sum(token.extra_flops for token in tokens)
+            self._totals["flops"] += sum(totals.flops for totals in depth) + extra
             self._totals["flops_dense"] += sum(totals.flops_dense for totals in depth)
 
     def text(self) -> str:

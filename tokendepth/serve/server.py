@@ -18,11 +18,19 @@ GRACE_SECONDS = 30
 
 
 def serve(
-    run: Path, *, host: str, port: int, limits: Limits, device: str, name: str | None, api_key: str | None
+    run: Path,
+    *,
+    host: str,
+    port: int,
+    limits: Limits,
+    device: str,
+    name: str | None,
+    api_key: str | None,
+    speculate: bool | float = False,
 ) -> None:
     with _listening(host, port) as listener:  # before the model is loaded, which takes longer
         with Progress(f"loading {run}"):
-            service = Service.of(Run.open(run), device, limits, name)
+            service = Service.of(Run.open(run), device, limits, name, speculate)
         address, port = listener.getsockname()[:2]
         if not address.startswith("127.") and address != "::1" and api_key is None:
             print("tokendepth: others can reach this address; set TOKENDEPTH_API_KEY to ask for a key", file=sys.stderr)

@@ -7,6 +7,7 @@ from tokendepth.config import LARGEST_SEED
 from tokendepth.errors import UserError
 from tokendepth.infer.engine import Engine, Request
 from tokendepth.infer.generate import tokenizer_of
+from tokendepth.infer.speculation import engine_for
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.methods import dial_of
@@ -49,9 +50,13 @@ class Service:
         self.sites = [site.name for site in engine.model.method.sites(keys=1)]
 
     @classmethod
-    def of(cls, run: Run, device: str, limits: Limits, name: str | None = None) -> "Service":
+    def of(
+        cls, run: Run, device: str, limits: Limits, name: str | None = None, speculate: bool | float = False
+    ) -> "Service":
+        """speculate: as of `td.generate`, for all requests."""
         tokenizer, model = tokenizer_of(run), load_model(run, choose_device(device))
-        return cls(Engine(model, tokenizer, slots=limits.slots), name or _name(run.path), limits, _budgets(run))
+        engine = engine_for(model, tokenizer, run, speculate, slots=limits.slots)
+        return cls(engine, name or _name(run.path), limits, _budgets(run))
 
     def prepared(self, asked: Asked) -> list[Request]:
         """The requests to the engine, one for each choice of each prompt; a Refusal where they do not fit the model."""

@@ -29,6 +29,8 @@ class Job:
     request: Request
     tell: Listener
     deadline: float
+    told: int = 0
+    """How many of its tokens."""
 
 
 class Worker:
@@ -129,13 +131,17 @@ class Worker:
                 self._close(job)
                 job.tell(job, None, "failed")
             return
-        self.metrics.count_step([request.tokens[-1] for request in grown])
-        for request in grown:
+        written = {request: request.tokens[self._jobs[request].told :] for request in grown}
+        self.metrics.count_step(list(written.values()))
+        for request, tokens in written.items():
             job, reason = self._jobs[request], request.reason
             assert reason != "cancelled"
             if reason is not None:
                 self._close(job)
-            job.tell(job, request.tokens[-1], reason)
+            job.told += len(tokens)
+            for token in tokens[:-1]:
+                job.tell(job, token, None)
+            job.tell(job, tokens[-1], reason)
 
     def _close(self, job: Job) -> None:
         del self._jobs[job.request]

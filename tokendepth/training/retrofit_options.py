@@ -48,6 +48,9 @@ class RetrofitOptions:
     """Of lora."""
     distill: float = 0.5
     """Weight of the divergence from the untouched model; the cross entropy has the rest."""
+    draft: float = 0.0
+    """For self-speculation: weight of teaching the pass that skips what the same model predicts with nothing skipped.
+    Take it with --budget 1, which leaves what is verified undisturbed."""
     context: int | None = None
     """Tokens of a training sequence, and what the result can read; of a model with rotary positions."""
 
@@ -65,6 +68,8 @@ class RetrofitOptions:
             raise UserError(f"--budget is {self.budget:g}; expected {expected}")
         if not self.bypass and self.method != "span":
             raise UserError(f"--no-bypass is of --method span, but the method is {self.method}; drop it")
+        if self.draft and not known:
+            raise UserError(f"--draft is {self.draft:g}, but the method is {self.method}, which skips nothing; drop it")
         for name, methods in {"begin": ("span",), "length": ("span",), "drop": ("drop", "replace")}.items():
             if getattr(self, name) is not None and self.method not in methods:
                 own = " and ".join(methods)

@@ -164,24 +164,31 @@ def span_length(config: RunConfig, budget: float) -> int:
 
 
 def _span(
-    begin: int, length: int, share: float, router: RouterChoice = "teacher", *, bypass: bool = True
+    begin: int,
+    length: int,
+    share: float,
+    router: RouterChoice = "teacher",
+    draft: float = 0.0,
+    *,
+    bypass: bool = True,
 ) -> SpanConfig:
     decide: dict[RouterChoice, dict[str, Any]] = {
         **{gain: {"decide": "gain", "gain": gain} for gain in ("kl", "teacher", "loss")},
         "straight": {"decide": "score", "learn": "straight"},
         "dice": {"decide": "dice"},
     }
-    return SpanConfig(
-        begin, length, share, keys="all", carry="none", anneal=SPAN_ANNEAL, bypass=bypass, **decide[router]
-    )
+    how = {"anneal": SPAN_ANNEAL, "draft": draft, "bypass": bypass, **decide[router]}
+    return SpanConfig(begin, length, share, keys="all", carry="none", **how)
 
 
-def _per_block(share: float, router: RouterChoice, shares: str = "") -> BudgetConfig:
+def _per_block(share: float, router: RouterChoice, shares: str = "", draft: float = 0.0) -> BudgetConfig:
     learn: dict[RouterChoice, dict[str, Any]] = {
         "update": {"learn": "update"},
         "straight": {"learn": "straight"},
         "dice": {"routing": "random"},
     }
+    if draft:  # every sequence passes at a budget of its own and at full budget, and the one learns from the other
+        return BudgetConfig(share, dial=True, distill=draft, **learn[router])
     return BudgetConfig(share, dial=False, distill=0.0, shares=shares, anneal=ANNEAL, **learn[router])
 
 
@@ -191,7 +198,8 @@ def _routed(options: RetrofitOptions, config: RunConfig, measured: "_Measured") 
         if blocks < 2:
             raise UserError("--method budget routes every block but the first, and the base has one; take a deeper one")
         share = _checked_share(replace(config, method=_per_block(1.0, router)), options, "routed blocks")
-        return _per_block(share, router, "" if router == "dice" else measured.shares(share))
+        alike = router == "dice" or options.draft > 0
+        return _per_block(share, router, "" if alike else measured.shares(share), options.draft)
     length = span_length(config, options.budget) if options.length is None else options.length
     length = _fitting("--length", length, blocks, config.model)
     if options.begin is not None and not 0 <= options.begin <= blocks - length:
@@ -199,7 +207,7 @@ def _routed(options: RetrofitOptions, config: RunConfig, measured: "_Measured") 
             f"--begin is {options.begin}; expected 0 to {blocks - length}, since the span has {length} of {blocks} "
             "blocks"
         )
-    span = functools.partial(_span, length=length, router=router, bypass=options.bypass)
+    span = functools.partial(_span, length=length, router=router, draft=options.draft, bypass=options.bypass)
     share = _checked_share(replace(config, method=span(begin=0, share=1.0)), options, "span")
     return span(begin=measured.span(length).start if options.begin is None else options.begin, share=share)
 

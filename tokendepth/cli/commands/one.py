@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import tyro
 
 from tokendepth.checks import check_range
+from tokendepth.cli.arguments import draft_share
 from tokendepth.config import RunConfig
 from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.progress import Progress
@@ -263,6 +264,8 @@ class Generate:
     """Where to run."""
     budget: float | None = None
     """Execute a budget-routed run at this budget instead of its own."""
+    speculate: str | None = None
+    """Draft with most blocks skipped and verify several tokens in one pass: auto, or a draft's share of tokens."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
@@ -271,6 +274,7 @@ class Generate:
         from tokendepth.runs.run import Run
 
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("run", "prompt")}
+        settings["speculate"] = draft_share(self.speculate)
         (generation,) = generate(Run.open(self.run), [self.prompt], **settings)
         if generation.left_out:
             cause = "the prompt is longer than the context of this model"
@@ -283,6 +287,8 @@ class Generate:
             print(shades.shaded(token.text, token.active_fraction), end="", flush=True)
         spending = generation.spending
         print(f"\n[{self.execution}: {spending.summary()}]", file=sys.stderr)
+        if generation.speculation is not None:
+            print(f"[speculation: {generation.speculation.summary()}]", file=sys.stderr)
         if self.budget is not None and (line := spending.off_budget(self.budget)):
             print(f"tokendepth: {line}", file=sys.stderr)
 
@@ -312,6 +318,8 @@ class Serve:
     """A request ends after so long, whatever it has come to."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
+    speculate: str | None = None
+    """As of generate, for all requests."""
 
     def __call__(self) -> None:
         check_range("slots", self.slots, 1, 4096)
@@ -328,8 +336,9 @@ class Serve:
                 missing = f"serve needs the package {error.name}, not installed"
                 raise UserError(f"{missing}; pip install 'tokendepth[serve]'") from None
         limits = Limits(self.slots, self.queue, self.max_tokens, self.seconds)
+        options = {"device": self.device, "name": self.name, "speculate": draft_share(self.speculate)}
         key = os.environ.get("TOKENDEPTH_API_KEY") or None
-        serve(self.run, host=self.host, port=self.port, limits=limits, device=self.device, name=self.name, api_key=key)
+        serve(self.run, host=self.host, port=self.port, limits=limits, api_key=key, **options)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""Self-speculation against plain decoding of the same model at the same budget, one request at a time."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from tokendepth.data.of_run import tokenizer_of
+from tokendepth.infer.drafting import speedup
+from tokendepth.infer.engine import Engine
+from tokendepth.infer.requests import Request
+from tokendepth.infer.sampling import Sampling
+from tokendepth.infer.speculation import SpeculativeEngine, draft_thresholds, greedy_differences
+from tokendepth.measure import calibrate
+from tokendepth.measure.clock import quartiles
+from tokendepth.measure.evaluate import load_model
+from tokendepth.progress import Progress
+from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.results import Row
+from tokendepth.runs.run import Run
+
+Result = TypeVar("Result")
+
+
+def speculative_timing(
+    run: Run,
+    prompts: Sequence[str],
+    *,
+    share: float | None = None,
+    budget: float | None = None,
+    tokens: int = 128,
+    temperature: float = 0.0,
+    repeats: int = 5,
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> Row:
+    """Tokens per second of plain decoding at `budget` and of speculation, in turns, and what the formula expects.
+
+    share: of drafts, as of `draft_thresholds`. Prompts are continued one after the other; reading them is not timed.
+    Costs are told twice: by the weights that passes read, and by the time that they took in a run of their own.
+    """
+    place = choose_device(device)
+    tokenizer, model = tokenizer_of(run), load_model(run, place)
+    if budget is not None:
+        calibrate.set_budget(model, run, budget, show=True)
+    draft = draft_thresholds(model, run, share, budget=budget, show=True)
+    model = model if dtype is None else model.to(dtype)
+    plain, drafting = (Engine(model, tokenizer, slots=1), SpeculativeEngine(model, tokenizer, draft, slots=1))
+    ids = [tokenizer.encode_prompt(prompt) or [0] for prompt in prompts]
+
+    def written(engine: Engine) -> list[Request]:
+        requests = []
+        for number, prompt in enumerate(ids):
+            request = engine.submit(prompt, Sampling(temperature, seed=number), max_tokens=tokens)
+            requests.append(request)
+            for _ in engine.stream(request):
+                pass
+        return requests
+
+    rates: dict[str, list[float]] = {"plain": [], "speculation": []}
+    with Progress("timing plain decoding and speculation", repeats + 1, unit="rounds") as progress:
+        for repeat in range(repeats + 1):
+            for name, engine in (("plain", plain), ("speculation", drafting)):
+                rate = _rate(written(engine))
+                if repeat:  # the first round warms up
+                    rates[name].append(rate)
+            progress.advance()
+        clocked = _Clocked(model, tokenizer, draft, slots=1)
+        requests = written(clocked)
+    step_ms = 1000 / statistics.median(rates["plain"])
+    ratios = [a / b for a, b in zip(rates["speculation"], rates["plain"], strict=True)]
+    greedy = [] if temperature else requests
+    differences = [each for request in greedy for each in greedy_differences(drafting, request)]
+    return {
+        "benchmark": "speculation", "run": run.path.name, "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+        "prompts": len(prompts), "tokens": sum(len(request.tokens) for request in requests),
+        "budget": budget, "share": share, "temperature": temperature, "repeats": repeats,
+        "plain_tokens_per_s": _spread(rates["plain"]), "speculation_tokens_per_s": _spread(rates["speculation"]),
+        "speedup": _spread(ratios), **_expected(requests, clocked, step_ms),
+        "tokens_that_differ": len(differences), "unexplained": sum(not each.explained for each in differences),
+        **environment(place),
+    }  # fmt: skip
+
+
+def _rate(requests: list[Request]) -> float:
+    """Tokens per second, without the first of each, which comes from reading the prompt."""
+    written = [token.seconds for request in requests for token in request.tokens[1:]]
+    return len(written) / sum(written)
+
+
+def _spread(values: list[float]) -> list[float]:
+    return quartiles(values) if len(values) > 1 else [values[0]] * 3
+
+
+def _expected(requests: list[Request], clocked: "_Clocked", step_ms: float) -> dict[str, Any]:
+    """Acceptance and costs of all requests together, and the speedups that the formula has for them."""
+    found = [request.speculation for request in requests if request.speculation and request.speculation.passes]
+    drafted, passes = sum(each.drafted for each in found), sum(each.passes for each in found)
+    if not passes:
+        return {"drafted": 0}
+    acceptance, length = sum(each.accepted for each in found) / sum(each.judged for each in found), drafted / passes
+    by_weights = [
+        sum(each.drafted * cost for each, cost in zip(found, costs, strict=True)) / drafted
+        for costs in ([each.draft_cost for each in found], [each.verify_cost(length) for each in found])
+    ]
+    draft_ms, verify_ms = 1000 * clocked.drafting / drafted, 1000 * clocked.verifying / passes
+    by_time = [draft_ms / step_ms, verify_ms / step_ms]
+    return {
+        "drafted": drafted, "acceptance": acceptance, "draft_length": length,
+        "draft_cost_by_weights": by_weights[0], "verify_cost_by_weights": by_weights[1],
+        "formula_by_weights": speedup(acceptance, length, *by_weights),
+        "plain_step_ms": step_ms, "draft_ms": draft_ms, "verify_ms": verify_ms,
+        "formula_by_time": speedup(acceptance, length, *by_time),
+    }  # fmt: skip
+
+
+class _Clocked(SpeculativeEngine):
+    """Adds up the seconds of drafts and of verifying passes, waiting for the device."""
+
+    drafting = verifying = 0.0
+
+    def _drafted(self, drafts):
+        found, seconds = self._clocked(lambda: super(_Clocked, self)._drafted(drafts))
+        self.drafting += seconds
+        return found
+
+    def _verified(self, drafts, tokens):
+        found, seconds = self._clocked(lambda: super(_Clocked, self)._verified(drafts, tokens))
+        self.verifying += seconds
+        return found
+
+    def _clocked(self, function: Callable[[], Result]) -> tuple[Result, float]:
+        self._wait()
+        start = time.perf_counter()
+        result = function()
+        self._wait()
+        return result, time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.cache.lengths.is_cuda:
+            torch.cuda.synchronize()

@@ -1,0 +1,302 @@
+"""Self-speculation: a model drafts tokens with most of its blocks skipped, and verifies them in one ordinary pass.
+
+    engine = SpeculativeEngine(model, tokenizer, draft_thresholds(model, run), slots=1)
+
+The draft is the same model with other thresholds, so there is no second set of weights, and it writes into the same
+slots of the cache: before a draft is verified, each sequence is set back to where it was, and the verifying pass
+overwrites what the draft has left. Every token that a request gets is the verifying pass's, with its depth and its
+log-probabilities: at temperature 0 the tokens of plain decoding, else drawn from the same distribution, though not the
+same tokens for the same seed. `drafting.py` has the rules and the arithmetic, docs/SPECULATION.md what to expect.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokendepth.cache import KVCache
+from tokendepth.config import method_name
+from tokendepth.data import Tokenizer
+from tokendepth.errors import UserError
+from tokendepth.infer.drafting import LONGEST, Speculation, verdict
+from tokendepth.infer.engine import Engine, decode_one, prefill
+from tokendepth.infer.requests import Found, Request, columns_of, on_host
+from tokendepth.infer.sampling import Sampler, Sampling, pick, with_logprobs
+from tokendepth.measure import calibrate
+from tokendepth.model import LanguageModel, Output
+from tokendepth.runs.run import Run
+from tokendepth.trace import DepthTrace, Execution
+
+
+class _Draft:
+    """Of one request in one step: so many tokens to draft, and what they were drawn from."""
+
+    def __init__(self, slot: int, request: Request, length: int) -> None:
+        self.slot, self.request, self.length = slot, request, length
+        self.sampler = request.sampler.imagined()
+        self.odds: list[Tensor] = []
+        self.rows: list[int] = []
+        """The request's row in each drafting pass."""
+
+
+class SpeculativeEngine(Engine):
+    """An engine whose requests draft, each as many tokens as pay for it; a step writes one token or more."""
+
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, draft: Sequence[float], **options: Any) -> None:
+        """draft: the thresholds of a draft, one for each routed site; options as of `Engine`."""
+        super().__init__(model, tokenizer, croppable=True, **options)
+        self._draft_thresholds = torch.tensor(list(draft), device=self.cache.lengths.device)[:, None, None]
+        self._sites = model.method.sites(keys=0)
+
+    def prepare(self, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any) -> Request:
+        request = super().prepare(prompt, sampling, **options)
+        request.speculation = Speculation(self._sites, self.model.head_flops)
+        return request
+
+    def _decode(self, slots: list[int]) -> list[Found]:
+        requests = [self._at(slot) for slot in slots]
+        drafts = [_Draft(slot, each, self._length(each)) for slot, each in zip(slots, requests, strict=True)]
+        if not any(draft.length for draft in drafts):
+            return super()._decode(slots)
+        tokens, traces = self._drafted(drafts)
+        self._rewind(drafts, [0] * len(drafts))
+        return self._kept(drafts, tokens, traces, *self._verified(drafts, tokens))
+
+    def _length(self, request: Request) -> int:
+        """How many tokens the request drafts now: there has to be room for them and for one more."""
+        assert request.speculation is not None
+        room = min(self.cache.capacity - request.cached, request.max_tokens - len(request.tokens))
+        return request.speculation.next_length(room - 1)
+
+    def _drafted(self, drafts: list[_Draft]) -> tuple[Tensor, list[DepthTrace]]:
+        """`[draft, longest + 1]`: the last token of each request, and those drafted after it, left on the device.
+
+        And the trace of each drafting pass.
+        """
+        longest, device = max(draft.length for draft in drafts), self.cache.lengths.device
+        tokens = torch.tensor([[draft.request.ids[-1], *[0] * longest] for draft in drafts], device=device)
+        traces = []
+        for place in range(longest):
+            going_on = [n for n, draft in enumerate(drafts) if draft.length > place]
+            cache, rows, running = self._computed([drafts[n].slot for n in going_on])
+            last = _spread(_rows(tokens[:, place], going_on), rows, cache.batch)
+            thresholds = self._draft_thresholds.expand(-1, cache.batch, -1)
+            found = decode_one(self.model, cache, last, self.execution, running, thresholds)
+            logits = _rows(found.logits, rows)[:, : self._vocabulary]
+            proposed, odds = pick(logits, [drafts[n].sampler for n in going_on])
+            tokens[:, place + 1] = _spread(proposed, going_on, len(drafts))
+            for number, (n, row) in enumerate(zip(going_on, rows, strict=True)):
+                drafts[n].sampler.note(proposed[number : number + 1])
+                drafts[n].rows.append(row)
+                if odds is not None:
+                    drafts[n].odds.append(odds[number])
+            # Copied, since a captured pass writes to the same place every time.
+            traces.append(replace(found.trace, work=found.trace.work.clone()))
+        return tokens, traces
+
+    def _verified(self, drafts: list[_Draft], tokens: Tensor) -> tuple[Output, list[int]]:
+        """One pass over `tokens` at the requests' own thresholds, and the row of each draft in it.
+
+        In a `fixed` engine its width is always the same.
+        """
+        slots, device = [draft.slot for draft in drafts], tokens.device
+        cache, rows, running = self._computed(slots)
+        width = min(self.cache.capacity, LONGEST + 1) if self.fixed else tokens.shape[1]
+        ids = _spread(F.pad(tokens, (0, width - tokens.shape[1])), rows, cache.batch)
+        counts, valid = [draft.length + 1 for draft in drafts], None
+        if running is not None or min(counts) < width:
+            there = _spread(torch.tensor(counts, device=device), rows, cache.batch)
+            valid = torch.arange(width, device=device) < there[:, None]
+        thresholds = self._thresholds(self._everyone if cache is self.cache else slots)
+        if thresholds is not None:
+            thresholds = thresholds.expand(-1, -1, width)
+        return self.model(ids, execution=self.execution, cache=cache, valid=valid, thresholds=thresholds), rows
+
+    def _kept(
+        self, drafts: list[_Draft], tokens: Tensor, traces: list[DepthTrace], out: Output, rows: list[int]
+    ) -> list[Found]:
+        """Each draft up to the first token that is rejected, and what comes instead of it or after the last one."""
+        logits = [
+            out.logits[row, : draft.length + 1, : self._vocabulary].float()
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        verdicts = [
+            verdict(logits[n], tokens[n, 1 : draft.length + 1], draft.odds, draft.request.sampler)
+            for n, draft in enumerate(drafts)
+        ]
+        known, drafted = torch.stack(verdicts).tolist(), tokens.tolist()
+        trace, drafting = on_host(out.trace), [on_host(each) for each in traces]
+        found: list[Found] = []
+        for n, (draft, (accepted, after)) in enumerate(zip(drafts, known, strict=True)):
+            request, chosen = draft.request, [*drafted[n][1 : accepted + 1], after]
+            for token in chosen:
+                request.sampler.note(token)
+            choices = with_logprobs(logits[n][: accepted + 1], chosen, [request.sampler.sampling] * len(chosen))
+            columns = [columns_of(trace, rows[n], place, place + 1) for place in range(draft.length + 1)]
+            own = [columns_of(each, row, 0, 1) for each, row in zip(drafting, draft.rows, strict=False)]
+            extra = sum(each.totals().flops for each in (*own, *columns[accepted + 1 :]))
+            found.append(Found(request, choices[0], columns[0], extra))
+            found += map(Found, [request] * accepted, choices[1:], columns[1:])
+            if own and request.speculation is not None:
+                request.speculation.record(accepted, _work(own), _work(columns))
+        self._rewind(drafts, [accepted + 1 for accepted, _ in known])
+        return found
+
+    def _rewind(self, drafts: list[_Draft], read: list[int]) -> None:
+        """Set each sequence back to what it held before this step, and `read` tokens more."""
+        lengths = [draft.request.cached + count for draft, count in zip(drafts, read, strict=True)]
+        self.cache.of([draft.slot for draft in drafts]).rewind(lengths)
+
+
+def _work(traces: Sequence[DepthTrace]) -> np.ndarray:
+    """`[site, token]`"""
+    return np.concatenate([trace.work[:, 0] for trace in traces], 1)
+
+
+def _rows(values: Tensor, rows: list[int]) -> Tensor:
+    return values if rows == list(range(len(values))) else values[rows]
+
+
+def _spread(values: Tensor, rows: list[int], count: int) -> Tensor:
+    """`values` at these of `count` rows, zeros elsewhere."""
+    if rows == list(range(count)):
+        return values
+    spread = values.new_zeros((count, *values.shape[1:]))
+    spread[rows] = values
+    return spread
+
+
+def engine_for(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    run: Run,
+    speculate: bool | float,
+    *,
+    budget: float | None = None,
+    execution: Execution = "sparse",
+    slots: int,
+) -> Engine:
+    """The engine of a run's model, which drafts where `speculate` is True or names the share of a draft."""
+    if speculate is False:
+        return Engine(model, tokenizer, slots=slots, execution=execution)
+    if execution != "sparse":
+        raise UserError(f"--speculate drafts by skipping, but execution is {execution!r}; expected sparse")
+    draft = draft_thresholds(model, run, None if speculate is True else speculate, budget=budget, show=True)
+    return SpeculativeEngine(model, tokenizer, draft, slots=slots)
+
+
+# --- what a draft is --------------------------------------------------------------------------------------------------
+
+
+def draft_thresholds(
+    model: LanguageModel,
+    run: Run,
+    share: float | None = None,
+    *,
+    budget: float | None = None,
+    show: bool = False,
+) -> list[float]:
+    """Thresholds at which the model of `run` drafts for a verification at `budget`, by default the run's own.
+
+    share: of the tokens that the routed blocks work on, where the method has such a budget; elsewhere of the routed
+    blocks, the first of which work on every token, as in an early exit. At 0 all of them are skipped. None: the
+    method's own choice.
+    """
+    method, dial = model.method, model.method.dial(model.config, model.method.config)
+    sites, name = sum(site.routed for site in method.sites(keys=1)), method_name(run.config.method)
+    if not sites or not method.decides_by_threshold:
+        raise UserError(f"{run.path} is of method {name}, which has no cheaper pass to draft with; drop --speculate")
+    calibrated = dial is not None and dial.calibrated
+    full = (budget or dial.own) if dial is not None and calibrated else 1.0
+    if share is None:
+        share = method.draft_share if method.draft_share < full else 0.0
+    if not 0 <= share < full:
+        raise UserError(f"--speculate is {share:g}; expected auto, or a number from 0 to below {full:g}, the budget")
+    if not share:
+        return [math.inf] * sites
+    if calibrated:
+        return _calibrated(model, run, share, show)
+    if method.one_decision:
+        raise UserError(f"--speculate is {share:g}; expected auto or 0, since this {name} has one decision for all")
+    works = max(1, round(share * sites))
+    return [-math.inf] * works + [math.inf] * (sites - works)
+
+
+def _calibrated(model: LanguageModel, run: Run, share: float, show: bool) -> list[float]:
+    """As for any other budget; the model keeps its own thresholds."""
+    own = model.method.thresholds
+    try:
+        calibrate.set_budget(model, run, share, show=show)
+        return model.method.thresholds
+    except UserError:  # its text is not here, or is another one by now
+        remedy = f"tokendepth calibrate {run.path} --budget {share:g} --corpus text:PATH, or draft with --speculate 0"
+        raise UserError(f"{run.path} has no thresholds for drafts at {share:g}; find them: {remedy}") from None
+    finally:
+        model.method.set_thresholds(own)
+
+
+# --- is it the same text? ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A token of a greedy text where plain decoding of the same text up to there would have written another."""
+
+    position: int
+    """Its number among the generated tokens."""
+    token: int
+    expected: int
+    gap: float
+    """Between the logits of the two tokens, in plain decoding."""
+    rounding: float
+    """How far logits there are off at most, against float32 on the same decisions."""
+    decisions: int
+    """Of routers, up to there, that plain decoding took otherwise."""
+
+    @property
+    def explained(self) -> bool:
+        """Whether rounding is enough: it can move both logits, or a router's score across its threshold."""
+        return self.gap <= 2 * self.rounding or self.decisions > 0
+
+
+@torch.no_grad()
+def greedy_differences(engine: Engine, request: Request) -> list[Difference]:
+    """Where the text that `engine` wrote at temperature 0 differs from plain decoding; in float32 nowhere.
+
+    In lower precision a pass over several tokens rounds otherwise than one over a single token does. The text must
+    have fitted into the context.
+    """
+    model, size = engine.model, engine.tokenizer.vocab_size
+    prompt, written = list(request.prompt), [token.choice.token for token in request.tokens]
+    ids = torch.tensor([[*prompt, *written]], device=model.norm.weight.device)
+    thresholds = None if request.thresholds is None else request.thresholds[:, None, None]
+    cache = KVCache(
+        model.config, 1, model.config.context, layers=model.method.cache_layers, like=model.norm.weight.detach()
+    )
+    passes = [prefill(model, cache, [prompt], "sparse", thresholds)]
+    for place in range(len(prompt), ids.shape[1] - 1):
+        passes.append(decode_one(model, cache, ids[:, place], "sparse", None, thresholds))
+    logits, work = torch.cat([each.logits for each in passes]), torch.cat([each.trace.work for each in passes], 2)
+    routed = [number for number, site in enumerate(passes[0].trace.sites) if site.routed]
+    forced = model.forcing(work[routed].bool()) if routed else {}
+    exact = copy.deepcopy(model).float()(ids[:, :-1], execution="hard", **forced).logits[0, len(prompt) - 1 :]
+    rounding = (logits.float() - exact).abs().amax(-1).tolist()
+    own = np.concatenate([token.trace.work[:, 0] for token in request.tokens], 1)
+    flips = (own != work[:, 0].float().cpu().numpy()).sum(0).cumsum()[len(prompt) - 1 :].tolist()
+
+    sampler = Sampler(request.sampler.sampling, prompt, size, ids.device)
+    differences = []
+    for position, token in enumerate(written):
+        adjusted = sampler.adjusted(logits[position, :size].float())
+        sampler.note(token)
+        expected = int(adjusted.argmax())
+        if expected != token:
+            gap = float(adjusted[expected] - adjusted[token])
+            differences.append(Difference(position, token, expected, gap, rounding[position], flips[position]))
+    return differences
