@@ -180,7 +180,9 @@ def test_a_cancelled_request_leaves_no_trace():
     assert as_new(engine)
 
 
-@pytest.mark.parametrize("case", ["budget", "span modern", pytest.param("early_exit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", ["span modern", *(pytest.param(case, marks=pytest.mark.slow) for case in ("budget", "early_exit"))]
+)
 def test_every_flop_is_accounted_for(case):
     """Those of the tokens, of the drafts, and of what was drafted in vain are all that were executed."""
     model = lively(case)

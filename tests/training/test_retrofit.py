@@ -389,6 +389,7 @@ def test_in_words(base):
 # --- drafts -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_is_taught_to_draft_for_itself(base, tmp_path):
     """What it predicts with all of the span skipped comes nearer to what it predicts with none of it."""
     ids, distances = torch.from_numpy(data_of(base)), []
