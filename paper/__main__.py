@@ -129,8 +129,8 @@ class Depth:
 
     seeds: int = 3
     """How many seeds each, from 0; fewer than three prove nothing."""
-    only: tuple[str, ...] = ()
-    """Contenders and controls to train now, such as dense mod random; all unless named."""
+    only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A contender or control to train now, such as dense; may be given several times; all unless named."""
     quick: bool = False
     """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
     max_minutes: float | None = None

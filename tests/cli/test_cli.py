@@ -154,6 +154,13 @@ def test_doctor_finds_this_installation_healthy(capsys):
     assert "FAIL" not in capsys.readouterr().out
 
 
+def test_an_option_may_be_given_several_times(run, capsys):
+    assert parse(["generate", "x", "--stop", "a", "--stop=b c"]).stop == ("a", "b c")
+    assert parse(["generate", "x"]).stop == ()
+    main(["generate", str(run), "--prompt", "the cat", "--tokens", "30", "--stop", "a", "--stop", " "])
+    assert not {"a", " "} & set(capsys.readouterr().out.removeprefix("the cat").strip())
+
+
 def test_score_prints_a_table_or_one_json_object(run, tmp_path, capsys):
     (tmp_path / "animals.jsonl").write_text('{"context": "the cat", "choices": [" sat", " a"], "answer": 0}\n')
     main(["score", str(run), str(tmp_path), "--json"])

@@ -90,7 +90,7 @@ def _no_long_work(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("_no_long_work")
 def test_odd_lines_are_answered_in_one_line(places, capsys):
     codes = [_code(capsys, *line) for line in odd_lines(2, 80, places)]
-    assert {0, 2, 130} == set(codes), "some are done, some refused, and some begin what takes long"
+    assert {2, 130} <= set(codes) <= {0, 2, 130}, "some are refused, some begin what takes long, some may be done"
 
 
 def _code(capsys, program: Program, line: list[str]) -> int:

@@ -152,10 +152,10 @@ def _value(name: str, text: str | None, hint: Any, ask: str) -> str:
     if text is None:
         dashes = f" (one that begins with two dashes is joined to it: {name}=--this)" if str in kinds else ""
         raise UserError(f"{name} needs a value{dashes}; {ask}")
-    if Path not in kinds:
-        parse_value(hint, text, _dotted(name))
-    else:
+    if Path in kinds:
         _check_path(name, text)
+    elif tuple not in map(typing.get_origin, kinds):  # of words any will do
+        parse_value(hint, text, _dotted(name))
     return text
 
 

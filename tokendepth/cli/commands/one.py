@@ -254,8 +254,8 @@ class Generate:
     """Draw from tokens at least this probable, as a share of the likeliest one's probability."""
     repetition_penalty: float = 1.0
     """Above 1, tokens that were there become less likely."""
-    stop: tuple[str, ...] = ()
-    """End before one of these strings."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """End before this string; may be given several times."""
     seed: int = 0
     """Random seed of the sample."""
     execution: Literal["soft", "hard", "sparse"] = "sparse"

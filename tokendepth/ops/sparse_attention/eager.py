@@ -81,11 +81,17 @@ def _by_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) 
 
 def _of_one_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """Product, softmax, product: nothing has to be cut into sequences."""
-    k, v = k[0], v[0]
-    if q.shape[1] != len(k):  # each K/V head serves a group of query heads
-        k, v = (kept.repeat_interleave(q.shape[1] // len(k), dim=0) for kept in (k, v))
-    scores = torch.baddbmm(bias, q.transpose(0, 1), k.transpose(1, 2), alpha=q.shape[2] ** -0.5)
-    return torch.bmm(scores.softmax(-1), v).transpose(0, 1).contiguous()
+    k, v, group = k[0], v[0], q.shape[1] // k.shape[1]
+    if group > 1:  # the query heads that share a head of keys are further rows of it: no key is copied
+        rows = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)
+        attended = _products(rows, k, v, bias.repeat(group, 1))
+        return attended.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
+    return _products(q.transpose(0, 1), k, v, bias).transpose(0, 1).contiguous()
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=q.shape[2] ** -0.5)
+    return torch.bmm(scores.softmax(-1), v)
 
 
 # Each is one opaque op to a compiler, since its lengths are known only at run time. Registered without the checks of
