@@ -12,17 +12,26 @@ from tokendepth.progress import Progress
 from tokendepth.runs.run import Run
 from tokendepth.serve.app import create_app
 from tokendepth.serve.service import Limits, Service
+from tokendepth.trace import Execution
 
 GRACE_SECONDS = 30
 """After SIGTERM or Ctrl-C: so long what is in flight may go on; nothing new is taken."""
 
 
 def serve(
-    run: Path, *, host: str, port: int, limits: Limits, device: str, name: str | None, api_key: str | None
+    run: Path,
+    *,
+    host: str,
+    port: int,
+    limits: Limits,
+    device: str,
+    name: str | None,
+    execution: Execution,
+    api_key: str | None,
 ) -> None:
     with _listening(host, port) as listener:  # before the model is loaded, which takes longer
         with Progress(f"loading {run}"):
-            service = Service.of(Run.open(run), device, limits, name)
+            service = Service.of(Run.open(run), device, limits, name, execution)
         address, port = listener.getsockname()[:2]
         if not address.startswith("127.") and address != "::1" and api_key is None:
             print("tokendepth: others can reach this address; set TOKENDEPTH_API_KEY to ask for a key", file=sys.stderr)

@@ -17,6 +17,7 @@ from tokendepth.serve.chat import prompt_ids
 from tokendepth.serve.errors import Refusal
 from tokendepth.serve.metrics import Metrics
 from tokendepth.serve.worker import Worker
+from tokendepth.trace import Execution
 
 DEFAULT_TOKENS = 16
 """Of completions, in the API."""
@@ -49,9 +50,12 @@ class Service:
         self.sites = [site.name for site in engine.model.method.sites(keys=1)]
 
     @classmethod
-    def of(cls, run: Run, device: str, limits: Limits, name: str | None = None) -> "Service":
+    def of(
+        cls, run: Run, device: str, limits: Limits, name: str | None = None, execution: Execution = "sparse"
+    ) -> "Service":
         tokenizer, model = tokenizer_of(run), load_model(run, choose_device(device))
-        return cls(Engine(model, tokenizer, slots=limits.slots), name or _name(run.path), limits, _budgets(run))
+        engine = Engine(model, tokenizer, slots=limits.slots, execution=execution)
+        return cls(engine, name or _name(run.path), limits, _budgets(run))
 
     def prepared(self, asked: Asked) -> list[Request]:
         """The requests to the engine, one for each choice of each prompt; a Refusal where they do not fit the model."""

@@ -62,14 +62,17 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time this machine: what skipping gains in a forward pass, what adaptive depth costs in training."""
+    """Time this machine: what skipping gains in a forward pass and in a server, what adaptive depth costs in training."""
 
-    what: tyro.conf.Positional[Literal["forward", "training"]]
-    """forward: passes that skip against dense ones. training: steps of adaptive models against dense ones."""
+    what: tyro.conf.Positional[Literal["forward", "training", "serve"]]
+    """forward: passes that skip against dense ones. training: steps of adaptive models against dense ones.
+
+    serve: a server of --run under load, skipping and dense, many requests at a time and one.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
     out: Path = Path("runs/bench")
-    """Folder for forward.json and training.json; a new row replaces an old one that was measured the same way."""
+    """Folder for forward.json, training.json, serve.json; a new row replaces an old one that was measured alike."""
     json: bool = False
     """Print one JSON object a line instead of words."""
     fractions: str | None = None
@@ -77,15 +80,26 @@ class Bench:
     batches: str | None = None
     """forward: batch sizes, separated by commas."""
     run: Path | None = None
-    """forward: time a trained run with its own decisions on validation text, instead of random decisions."""
+    """The trained run to time. forward: with its own decisions on validation text, instead of random decisions."""
     corpus: str | None = None
     """forward --run: another text than the run's own, as text:PATH."""
     processes: int = 1
     """forward: measure in this many processes, one after the other, and keep the rows of the median one."""
+    clients: str | None = None
+    """serve: how many clients at once, separated by commas; by default 1,4,16."""
+    against: str | None = None
+    """serve: measure the server of the OpenAI API at this address of this machine instead, http://127.0.0.1:PORT."""
+    server: str = "another server"
+    """serve --against: what to call it in the rows."""
+    model: str | None = None
+    """serve --against: the name of its model; by default the first that it lists."""
 
     def __call__(self) -> None:
         if self.what == "forward":
             self._forward()
+            return
+        if self.what == "serve":
+            self._serve()
             return
         with Progress(LOADING):
             from tokendepth.bench import training
@@ -109,3 +123,16 @@ class Bench:
             rows = forward.measure(self.device, self.out, fractions, batches)
         for row in rows:
             print(json.dumps(row) if self.json else forward.in_words(row))
+
+    def _serve(self) -> None:
+        with Progress(LOADING):
+            from tokendepth.bench import serve
+        clients = serve.parse_clients(self.clients)
+        if (self.run is None) == (self.against is None):
+            raise UserError("bench serve needs a trained run, --run RUN, or another server, --against URL; name one")
+        if self.run:
+            rows = serve.measure(self.run, self.device, self.out, clients)
+        else:
+            rows = serve.measure_other(str(self.against), self.server, self.model, self.device, self.out, clients)
+        for row in rows:
+            print(json.dumps(row) if self.json else serve.in_words(row))

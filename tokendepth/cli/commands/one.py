@@ -331,6 +331,8 @@ class Serve:
     """The most tokens that one request may ask for."""
     seconds: float = 120.0
     """A request ends after so long, whatever it has come to."""
+    execution: Literal["hard", "sparse"] = "sparse"
+    """sparse skips work; hard computes all of it for the same text, to compare speeds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
 
@@ -350,7 +352,8 @@ class Serve:
                 raise UserError(f"{missing}; pip install 'tokendepth[serve]'") from None
         limits = Limits(self.slots, self.queue, self.max_tokens, self.seconds)
         key = os.environ.get("TOKENDEPTH_API_KEY") or None
-        serve(self.run, host=self.host, port=self.port, limits=limits, device=self.device, name=self.name, api_key=key)
+        where = {"host": self.host, "port": self.port, "device": self.device}
+        serve(self.run, **where, limits=limits, name=self.name, execution=self.execution, api_key=key)
 
 
 @dataclass(frozen=True)
