@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 import tokendepth as td
-from benchmarks.malformed import attack, is_shaped
+from benchmarks.faults.malformed import attack, is_shaped
 from tests.cli.test_mistakes import refused
 from tests.serve.conftest import Served, serving
 from tokendepth.infer.engine import Engine
@@ -30,8 +30,8 @@ def post(served: Served, body: dict, path: str = "/v1/completions", **options) -
 
 
 def head(length: int) -> bytes:
-    lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {length}")
-    return "\r\n".join([*lines, "", ""]).encode()
+    headers = ("Host: localhost", "Content-Type: application/json", f"Content-Length: {length}")
+    return "\r\n".join(["POST /v1/completions HTTP/1.1", *headers, "", ""]).encode()
 
 
 def healthy(served: Served) -> bool:
@@ -123,10 +123,7 @@ def test_a_body_that_is_too_large_is_cut_off_whether_it_says_its_length_or_not(r
 def test_a_body_that_does_not_come_is_not_waited_for(served: Served, monkeypatch):
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", served.port)) as client:
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
-        )
-        client.sendall(head.encode())
+        client.sendall(head(50) + b"{")
         client.settimeout(10)
         answer = b"".join(iter(lambda: client.recv(10_000), b""))  # head and body may come apart
     assert answer.startswith(b"HTTP/1.1 408")

@@ -19,9 +19,11 @@ from tokendepth.errors import UserError
 PATIENCE_S = 600.0
 """A server that says nothing for so long hangs."""
 WORDS = (
-    "the and of to in that he was it his is with as for had you not be her on at by which have or from this him but "
-    "all she they were my are me one their so an said them we who would been will no when there if more out up into do"
-).split()  # letters alone, which every text has
+    "the", "and", "of", "to", "in", "that", "he", "was", "it", "his", "is", "with", "as", "for", "had", "you", "not",
+    "be", "her", "on", "at", "by", "which", "have", "or", "from", "this", "him", "but", "all", "she", "they", "were",
+    "my", "are", "me", "one", "their", "so", "an", "said", "them", "we", "who", "would", "been", "will", "no", "when",
+)  # fmt: skip
+"""Of letters alone, which every text has."""
 
 
 @dataclass(frozen=True)

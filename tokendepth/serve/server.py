@@ -11,9 +11,16 @@ from tokendepth.errors import UserError
 from tokendepth.progress import Progress
 from tokendepth.runs.run import Run
 from tokendepth.serve.app import create_app
+from tokendepth.serve.connections import Connection, allow_many_files
 from tokendepth.serve.service import Limits, Service
 from tokendepth.trace import Execution
 
+IDLE_SECONDS = 30
+"""A connection that has not sent the whole head of its next request by then is closed."""
+SEND_BUFFER = 2**16
+"""Bytes that the kernel keeps for a client that does not read; by itself it would take megabytes for each."""
+SWITCH_SECONDS = 0.001
+"""The engine's thread lets those that answer clients run after so long; Python's own 5 ms add up over many clients."""
 GRACE_SECONDS = 30
 """After SIGTERM or Ctrl-C: so long what is in flight may go on; nothing new is taken."""
 
@@ -29,7 +36,9 @@ def serve(
     execution: Execution,
     api_key: str | None,
 ) -> None:
-    with _listening(host, port) as listener:  # before the model is loaded, which takes longer
+    allow_many_files()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with listening(host, port) as listener:  # before the model is loaded, which takes longer
         with Progress(f"loading {run}"):
             service = Service.of(Run.open(run), device, limits, name, execution)
         address, port = listener.getsockname()[:2]
@@ -47,17 +56,20 @@ def server(service: Service, api_key: str | None = None) -> uvicorn.Server:
     """Nothing of a request is logged; connections that are not used are closed."""
     config = uvicorn.Config(
         create_app(service, api_key),
-        log_level="error",
+        http=Connection,
+        ws="none",
+        headers=[("X-Content-Type-Options", "nosniff")],
+        log_level="critical",  # what uvicorn has to say would quote requests; faults are logged by the application
         access_log=False,
         server_header=False,
         lifespan="on",
-        timeout_keep_alive=30,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
     return uvicorn.Server(config)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening(host: str, port: int) -> socket.socket:
     if not 0 <= port < 2**16:
         raise UserError(f"--port is {port}; expected a number from 0 to 65535; 0 takes a free one")
     try:
@@ -66,6 +78,7 @@ def _listening(host: str, port: int) -> socket.socket:
         raise UserError(f"--host is {host!r}; expected a name or an address of this machine") from None
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     try:
         listener.bind(address)
         listener.listen(socket.SOMAXCONN)  # refuses too where another one listens

@@ -62,7 +62,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time this machine: what skipping gains in a forward pass and in a server, what adaptive depth costs in training."""
+    """Time this machine: what skipping gains in a forward pass or a server, what adaptive depth costs in training."""
 
     what: tyro.conf.Positional[Literal["forward", "training", "serve"]]
     """forward: passes that skip against dense ones. training: steps of adaptive models against dense ones.
