@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.faults import servers
 from benchmarks.faults.malformed import is_shaped
 from benchmarks.faults.outcome import Outcome, Tell
-from benchmarks.faults.servers import AT_ONCE_S, Answer, Served, expected, is_closed, sent
+from benchmarks.faults.servers import AT_ONCE_S, SLACK_S, Answer, Served, expected, is_closed, sent
 from tokendepth.serve import server
 
 ROOMS = ((8, 16), (1, 4))
@@ -33,7 +33,8 @@ def overload(folder: Path, count: int, tell: Tell) -> Outcome:
             first = 0
             for _ in range(ROUNDS):
                 with outcome.guard(name):
-                    answers = _all_at_once(served, count, outcome)
+                    answers, most = _all_at_once(served, count, outcome)
+                    outcome.check(most <= slots + queue, f"{name}: {most} requests ran or waited at once")
                     good = [answer for answer in answers if answer.status == 200]
                     refused = [answer for answer in answers if answer.status != 200]
                     least = min(count, slots + queue)
@@ -56,24 +57,28 @@ def overload(folder: Path, count: int, tell: Tell) -> Outcome:
     return outcome
 
 
-def _all_at_once(served: Served, count: int, outcome: Outcome) -> list[Answer]:
+def _all_at_once(served: Served, count: int, outcome: Outcome) -> tuple[list[Answer], int]:
+    """Their answers, and how many of them ran or waited at the same time at the most."""
     gate, done = threading.Barrier(count), threading.Event()
 
     def ask(number: int) -> Answer:
         gate.wait()
         return served.complete(stream=number % 2 == 1)
 
-    def watch() -> None:
+    def watch() -> int:
+        most = 0
         while not done.wait(0.05):
             outcome.check(served.healthy(), "the health is not 200 within a second")
+            most = max(most, served.open)
+        return most
 
     with ThreadPoolExecutor(count + 1) as pool:
         watching = pool.submit(watch)
         try:
-            return list(pool.map(ask, range(count)))
+            answers = list(pool.map(ask, range(count)))
         finally:
             done.set()
-            watching.result()
+        return answers, watching.result()
 
 
 def _check_good(outcome: Outcome, name: str, answers: list[Answer], text: str) -> None:
@@ -151,7 +156,7 @@ def connections(folder: Path, count: int, tell: Tell) -> Outcome:
             _check_good(outcome, "among idle ones", [served.complete(max_tokens=SOAK_TOKENS)], text)
         outcome.check(slowest <= AT_ONCE_S, f"the health took {slowest:.2f} s")
         grown = served.memory - before
-        last = time.monotonic() + server.IDLE_SECONDS + 5
+        last = time.monotonic() + server.IDLE_SECONDS + SLACK_S
         while (left := [client for client in clients if not is_closed(client)]) and time.monotonic() < last:
             time.sleep(0.5)
         outcome.check(not left, f"{len(left)} of {count} idle connections are still open")

@@ -18,9 +18,9 @@ HOSTILE = (
     "<form action=//evil><input>", "<object data=//evil>", "<embed src=//evil>", "<math><mi xlink:href=//evil>",
     "<style>@import '//evil'</style>", "<!--<script>alert(1)//-->", "<![CDATA[<script>alert(1)</script>]]>",
     "<html><body>x</body></html>", "<!DOCTYPE html><p>x", "&lt;script&gt;alert(1)&lt;/script&gt;",
-    "\\u003cscript\\u003e", "%3Cscript%3Ealert(1)%3C/script%3E", "{{7*7}}", "{% for x in y %}{% endfor %}", "${7*7}", "#{7*7}",
-    "<%= 7*7 %>", "{{''.__class__.__mro__}}", "%s%s%s%n", "{0.__globals__}", "'; DROP TABLE users; --", "\" OR 1=1 --", "$(id)",
-    "`id`", "; cat /etc/passwd", "../../../../etc/passwd", "file:///etc/passwd", "http://169.254.169.254/latest",
+    "\\u003cscript\\u003e", "%3Cscript%3Ealert(1)%3C/script%3E", "{{7*7}}", "{% for x in y %}{% endfor %}", "${7*7}",
+    "#{7*7}", "<%= 7*7 %>", "{{''.__class__.__mro__}}", "%s%s%s%n", "{0.__globals__}", "'; DROP TABLE users; --",
+    "\" OR 1=1 --", "$(id)", "`id`", "; cat /etc/passwd", "../../../../etc/passwd", "file:///etc/passwd", "http://169.254.169.254/latest",
     "x\r\nSet-Cookie: a=b", "x\nHTTP/1.1 200 OK\n\n<html>", "\x1b]0;title\x07\x1b[31m", "\u202egnp.exe", "\ufeff<html>",
     "\x00<script>", "\ud800<script>", "<script>" * 500,
 )  # fmt: skip

@@ -143,7 +143,8 @@ FAULTS = {
         f"equal to {equivalence.TOLERANCE:g} of the largest logit; a decision flips only so close to the threshold",
     ),
     "malformed": Fault(
-        malformed.malformed, 10_000, "a malformed request to the server: JSON, fields, address, type, or no HTTP at all",
+        malformed.malformed, 10_000,
+        "a malformed request to the server: JSON, fields, address, type, or no HTTP at all",
         "no answer of 500 or above, every error in OpenAI's shape, within 1 s",
     ),
     "overload": Fault(

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.faults import servers
 from benchmarks.faults.malformed import is_shaped
 from benchmarks.faults.outcome import Outcome, Tell
-from benchmarks.faults.servers import AT_ONCE_S, Served, expected, head, is_closed, sent
+from benchmarks.faults.servers import AT_ONCE_S, SLACK_S, Served, expected, head, is_closed, sent
 from tokendepth.runs.run import Run
 from tokendepth.serve import app, connections, server
 
@@ -128,7 +128,7 @@ def _slow_ones(served: Served, count: int, outcome: Outcome) -> None:
                 outcome.check(client.recv(12) == b"HTTP/1.1 200", "a long stream did not begin")
         free = served.seconds_until(0)  # those that do not read hold no slot
         outcome.check(served.complete(max_tokens=1).status == 200, "nobody else is served")
-        limit = max(app.BODY_SECONDS, server.IDLE_SECONDS, connections.READ_SECONDS + server.IDLE_SECONDS) + 5
+        limit = max(app.BODY_SECONDS, server.IDLE_SECONDS, connections.READ_SECONDS + server.IDLE_SECONDS) + SLACK_S
         last = time.monotonic() + limit
         dawdling = [client for number, client in enumerate(clients) if number % 3 != 2]
         while time.monotonic() < last:
@@ -152,7 +152,7 @@ def _refuses(client: socket.socket) -> bool:
 def _was_cut_off(client: socket.socket) -> bool:
     """An answer that was not read in time does not come to its end."""
     answer = b""
-    client.settimeout(10)
+    client.settimeout(SLACK_S)
     try:
         while part := client.recv(2**20):
             answer = answer[-100:] + part
@@ -173,6 +173,7 @@ def _ask_for_much(client: socket.socket) -> None:
 # --- killed, told to stop, started again ------------------------------------------------------------------------------
 
 CLIENTS = 6
+STOPS = (signal.SIGKILL, signal.SIGTERM)
 
 
 def restart(folder: Path, count: int, tell: Tell) -> Outcome:
@@ -181,7 +182,7 @@ def restart(folder: Path, count: int, tell: Tell) -> Outcome:
     text, ends = expected(run.path, servers.TOKENS), Counter()
     port = "0"
     for number in range(count):
-        stop = (signal.SIGKILL, signal.SIGTERM)[number % 2]
+        stop = STOPS[number % len(STOPS)]
         with outcome.attempt(stop.name):
             process = servers.start(run, "--port", port, "--slots", "2", "--queue", "2")
             try:

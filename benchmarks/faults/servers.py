@@ -24,6 +24,8 @@ NAME = "bottles"
 PROMPT = "9 green"
 AT_ONCE_S = 1.0
 """A refusal, the health and a slot that becomes free may take so long, however busy the server is."""
+SLACK_S = 5.0
+"""After a time limit of the server's: by then it has acted on it, however busy the machine is."""
 CONTEXT = 256
 TOKENS = 240
 """That take a second or more: a request is still there when something happens to it."""
