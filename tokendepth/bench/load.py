@@ -107,13 +107,15 @@ class Client:
                 continue
             now = time.perf_counter() - start
             if line.strip() == b"data: [DONE]":
-                done = True
                 continue
             chunk = json.loads(line[6:])
             counted = (chunk.get("usage") or {}).get("completion_tokens", counted)
             if chunk.get("choices"):
-                pieces.append(chunk["choices"][0].get("text") or "")
-                moments.append(now)
+                choice = chunk["choices"][0]
+                done = done or choice.get("finish_reason") is not None
+                if choice.get("text") or not pieces:
+                    pieces.append(choice.get("text") or "")
+                    moments.append(now)
         if not done or not moments:
             raise UserError(f"a stream of the server has no end: {''.join(pieces)[-80:]!r}")
         return Answer(prompt, "".join(pieces), counted or len(moments), moments[0], moments[-1])

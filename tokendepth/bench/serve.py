@@ -170,7 +170,8 @@ def started(run: Run, execution: str, slots: int, device: str) -> Iterator[tuple
                 said = process.stdout.readline()
             found = re.search(r"serving (.+) at (http://\S+)/v1;", said)
             if found is None:
-                lines = process.stderr.read().strip().splitlines() or ["it said nothing"]
+                silent = f"the server ended before it served; try: tokendepth serve {run.path}"
+                lines = process.stderr.read().strip().splitlines() or [silent]
                 raise UserError(lines[-1].removeprefix("tokendepth: "))
             yield Client(found[2], found[1]), process.pid
         finally:
