@@ -50,7 +50,7 @@ def malformed(folder: Path, count: int, tell: Tell) -> Outcome:
         outcome.attempts = found.requests
         for failure in found.faults:
             outcome.check(False, failure)
-        outcome.check(found.slowest <= AT_ONCE_S, f"an answer took {found.slowest:.2f} s")
+        outcome.check(found.slowest <= AT_ONCE_S, f"{found.slowest_of}: {found.slowest:.2f} s")
         outcome.check(served.healthy(), "the health is not 200")
         free = served.seconds_until(0)
         outcome.check(free <= AT_ONCE_S, f"a slot was taken for {free:.1f} s")
@@ -69,11 +69,13 @@ class Found:
     """Answers of 500 and above, errors in another shape, connections that were lost."""
     slowest: float = 0.0
     """Seconds of the slowest answer."""
+    slowest_of: str = ""
 
     def note(self, what: str, status: int, content: bytes, seconds: float) -> None:
         self.requests += 1
         self.statuses[status] = self.statuses.get(status, 0) + 1
-        self.slowest = max(self.slowest, seconds)
+        if seconds > self.slowest:
+            self.slowest, self.slowest_of = seconds, what
         if status >= 500 or (status >= 400 and not is_shaped(content)):
             self.faults.append(f"{what}: {status}")
 

@@ -5,6 +5,7 @@ import http.client
 import random
 import signal
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -55,7 +56,7 @@ def _reset(served: Served, outcome: Outcome) -> None:
     with served.connect() as client:
         sent(client, stream=True)
         client.recv(1)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def _body_without_end(served: Served, outcome: Outcome) -> None:
@@ -117,7 +118,7 @@ def rude_clients(folder: Path, count: int, tell: Tell) -> Outcome:
 def _slow_ones(served: Served, count: int, outcome: Outcome) -> None:
     """Heads and bodies that come a byte at a time, and answers that nobody reads: closed when their time is up."""
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(served.connect()) for _ in range(count)]
+        clients = [stack.enter_context(served.connect(buffer=4096)) for _ in range(count)]
         for number, client in enumerate(clients):
             if number % 3 == 0:
                 client.sendall(head(10)[:30])
@@ -164,8 +165,7 @@ def _was_cut_off(client: socket.socket) -> bool:
 
 
 def _ask_for_much(client: socket.socket) -> None:
-    """More than buffers of the kernel hold."""
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    """More than the buffers of both sides hold."""
     much = {"stream": True, "depth": True, "logprobs": 5, "prompt": [servers.PROMPT] * 4, "max_tokens": servers.TOKENS}
     sent(client, **much)
 

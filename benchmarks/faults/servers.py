@@ -79,8 +79,14 @@ class Served:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=START_S)
+    def connect(self, buffer: int | None = None) -> socket.socket:
+        """`buffer`: bytes that the kernel keeps until the client reads them; by itself it would take megabytes."""
+        client = socket.socket()
+        client.settimeout(START_S)
+        if buffer is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        client.connect(("127.0.0.1", self.port))
+        return client
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
         """`body`: JSON to send. The connection is closed; errors of the transport are raised."""

@@ -192,6 +192,6 @@ def test_the_server_is_a_process_of_its_own_and_is_gone_afterwards(run):
 
 def test_a_server_that_does_not_start_is_one_line(run, monkeypatch):
     monkeypatch.setattr(serve.sys, "executable", "/bin/false")
-    wanted = pytest.raises(UserError, match="the server ended before it served; .* tokendepth serve")
+    wanted = pytest.raises(UserError, match=r"the server ended before it served; .* tokendepth serve")
     with wanted, serve.started(run, "sparse", 1, "cpu"):
         pass

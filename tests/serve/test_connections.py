@@ -1,5 +1,6 @@
 """Connections and bodies are bounded where no proxy stands in front: in number, in time and in size."""
 
+import contextlib
 import json
 import socket
 import time
@@ -64,11 +65,11 @@ def test_a_head_has_to_come_whole_in_time_at_first_and_after_an_answer(run, monk
                 client.sendall(first)
                 answer = client.recv(10_000) if first else b""
                 start = time.monotonic()
-                with pytest.raises(OSError, match=r"."):
-                    for _ in range(100):  # a byte at a time, which alone would keep it waiting
+                with contextlib.suppress(OSError):
+                    while time.monotonic() < start + 10:  # a byte at a time, which alone would keep it waiting
                         client.sendall(b"G")
                         time.sleep(0.05)
-                assert time.monotonic() - start < 3
+                assert time.monotonic() - start < 3, "nobody closed it"
                 assert not first or answer.startswith(b"HTTP/1.1 200")
         with connected(found) as patient:  # one that asks in time is answered, however long its answer takes
             monkeypatch.setattr(app, "BODY_SECONDS", 3.0)

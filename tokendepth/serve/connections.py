@@ -5,6 +5,8 @@ connections than files; and what is not HTTP is refused in the API's shape, too.
 """
 
 import asyncio
+import socket
+import struct
 from http import HTTPStatus
 
 import h11
@@ -68,15 +70,20 @@ class Connection(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         if self.transport.get_write_buffer_size():  # closing would wait for a client that does not read
-            self.transport.abort()
+            self._cut_off()
         elif self.conn.our_state is h11.IDLE:
             super().timeout_keep_alive_handler()
         else:
             self.transport.close()
 
+    def _cut_off(self) -> None:
+        """At once, and what the kernel still keeps for the client is dropped: by a reset, not a farewell."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reading = self.loop.call_later(READ_SECONDS, self.transport.abort)
+        self._reading = self.loop.call_later(READ_SECONDS, self._cut_off)
 
     def resume_writing(self) -> None:
         super().resume_writing()
