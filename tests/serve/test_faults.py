@@ -18,7 +18,7 @@ from benchmarks.faults.malformed import attack, is_shaped
 from tests.cli.test_mistakes import refused
 from tests.serve.conftest import Served, serving
 from tokendepth.infer.engine import Engine
-from tokendepth.serve import app
+from tokendepth.serve import app, server
 from tokendepth.serve.service import Limits, Service
 
 pytestmark = [pytest.mark.xdist_group("serve"), pytest.mark.slow]
@@ -188,6 +188,16 @@ def test_a_client_that_goes_away_frees_its_slot(slow_service, stream):
         text = post(found, {**GOOD, "max_tokens": 1}).json()["choices"][0]["text"]
         assert len(text) == 1, "the slot serves the next one"
         assert "tokendepth_dropped_total 1.0\n" in found.service.metrics.text()
+
+
+def test_a_server_that_cannot_wait_any_longer_says_so(slow_service, monkeypatch):
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0)
+    with ThreadPoolExecutor(1) as pool:
+        with serving(slow_service(0.05, slots=1)) as found:
+            answer = pool.submit(post, found, {**GOOD, "max_tokens": 59})
+            while not found.service.worker.open:
+                time.sleep(0.01)
+        assert (answer.result().status_code, is_shaped(answer.result().content)) == (503, True)
 
 
 # --- faults of ours ---------------------------------------------------------------------------------------------------

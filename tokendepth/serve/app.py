@@ -31,6 +31,7 @@ BODIES_AT_ONCE = 64
 CLOSING = {"Connection": "close"}
 NOBODY = 499
 """The status of an answer that nobody waits for any more; it is only counted."""
+STOPPING = Refusal(503, "the server was stopped before the text was complete; try again when it is back")
 FAULT = Refusal(500, "a fault of the server; its log says where")
 
 Event = tuple[int, Token | None, End | None]
@@ -58,6 +59,8 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
                 response = _refused(refusal)
             except ClientDisconnect:
                 response = Response(status_code=NOBODY)
+            except asyncio.CancelledError:  # by a server that stops and has waited long enough
+                response = _refused(STOPPING)
             except Exception as error:
                 log_fault(error)
                 response = _refused(FAULT)
