@@ -1,5 +1,6 @@
 """Start the server of a run, on an address that is free, and stop it when a signal asks for that."""
 
+import gc
 import signal
 import socket
 import sys
@@ -41,6 +42,8 @@ def serve(
     with listening(host, port) as listener:  # before the model is loaded, which takes longer
         with Progress(f"loading {run}"):
             service = Service.of(Run.open(run), device, limits, name, execution)
+        gc.collect()
+        gc.freeze()  # what stays for ever: to go through it again would keep all clients waiting
         address, port = listener.getsockname()[:2]
         if not address.startswith("127.") and address != "::1" and api_key is None:
             print("tokendepth: others can reach this address; set TOKENDEPTH_API_KEY to ask for a key", file=sys.stderr)
