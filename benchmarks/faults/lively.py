@@ -43,7 +43,11 @@ def routed_sites(model: LanguageModel) -> list[int]:
 def with_router_logits(model: LanguageModel, forward: Callable[[], Output]) -> tuple[Output, list[Tensor]]:
     """What `forward` returns, and the logits of each router in the order of the routed sites."""
     logits: list[Tensor] = []
-    hooks = [r.register_forward_hook(lambda _m, _i, out: logits.append(out)) for r in model.method.routers()]
+
+    def note(_router: nn.Module, _states: object, found: Tensor) -> None:
+        logits.append(found)
+
+    hooks = [router.register_forward_hook(note) for router in model.method.routers()]
     decide = Block.decide
 
     def decided(block: Block, h: Tensor, ctx: Context, *args, **kwargs) -> Rows:
