@@ -50,5 +50,5 @@ def test_what_is_wanted_is_judged_by_rule():
 
 def test_models_have_parts_of_their_own():
     text = serving.table([*ROWS, row(run="large", execution="dense")])
-    assert [name for name in re.findall(r"\*\*(\w+)\*\* on CPU", text)] == ["large", "small"]
+    assert re.findall(r"\*\*(\w+)\*\* on CPU", text) == ["large", "small"]
     assert "\n32 tokens a request after 12 words, greedy, float32; torch 2, commit abc.\n" in text
