@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import tokendepth
+from benchmarks import serving
 from benchmarks.speed import headline
 from paper.wanted import Runs
 from tokendepth.config import BudgetConfig
@@ -21,8 +22,8 @@ from tokendepth.report.tables import markdown_table, piped
 from tokendepth.runs.files import write_bytes
 from tokendepth.runs.results import Row, read_rows
 
-PAGES = ("README.md", "docs/RESULTS.md", "docs/RELIABILITY.md", "docs/API.md")
-KINDS = "summary|results|headline|paper|training|faults|api"
+PAGES = ("README.md", "docs/RESULTS.md", "docs/RELIABILITY.md", "docs/API.md", "docs/SERVE.md")
+KINDS = "summary|results|headline|paper|training|faults|api|serve"
 PART = re.compile(rf"(<!-- ({KINDS}): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -36,6 +37,7 @@ def render(text: str, root: Path) -> str:
         "training": _training_table,
         "faults": _faults_table,
         "api": lambda path: _api(),
+        "serve": lambda path: serving.table(read_rows(path)),
     }
     return PART.sub(lambda m: m[1] + makers[m[2]](root / m[3]) + m[5], text)
 
@@ -169,7 +171,8 @@ def _faults_table(path: Path) -> str:
 
 def _fault_line(row: Row, other: str) -> str:
     outcome = row["claim"] if not row["failed"] else f"**{row['failed']} failures**, else: {row['claim']}"
-    differences = [f"{name} {value:.2g}" for name, value in row["figures"].items() if "difference" in name]
+    shown = re.compile("difference|slowest|flips|growth|minutes")
+    differences = [f"{name} {value:.2g}" for name, value in row["figures"].items() if shown.search(name)]
     where = [] if row["device"].startswith("CPU") else [row["device"]]
     notes = "; ".join(differences + where)
     return f"| {row['title']} | {row['attempts']:,} | {outcome}{f' ({notes})' if notes else ''} | {other} |"

@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.faults.lively import enlivened, relative_error, routed_sites, with_router_logits
 from tests.tiny import tiny
 from tokendepth import data
 from tokendepth.cache import KVCache
@@ -45,13 +46,12 @@ from tokendepth.config import (
     TSAConfig,
     method_name,
 )
-from tokendepth.context import Context, Rows
 from tokendepth.data.dataset import NO_LOSS
 from tokendepth.measure.calibrate import calibrate
 from tokendepth.measure.evaluate import batches, load_model, measure
 from tokendepth.measure.flops import count_flops
 from tokendepth.methods import METHODS, build
-from tokendepth.model import Block, LanguageModel, Output
+from tokendepth.model import LanguageModel, Output
 from tokendepth.runs.files import write_json
 from tokendepth.runs.run import Run
 from tokendepth.trace import EXECUTIONS
@@ -145,36 +145,12 @@ def run_config(case: str, seed: int = 0) -> RunConfig:
 def lively(case: str) -> LanguageModel:
     """Untrained, but every matrix matters, and every site works on about half of the tokens. Shared: leave it."""
     models = (
-        enlivened(build(run_config(case, seed), SPELLINGS).eval(), SPREAD.get(case.removesuffix(" modern"), 1.0))
+        enlivened(
+            build(run_config(case, seed), SPELLINGS).eval(), tokens(64), SPREAD.get(case.removesuffix(" modern"), 1.0)
+        )
         for seed in range(50)
     )
     return next(model for model in models if all(0.2 <= fraction <= 0.8 for fraction in fractions(model)))
-
-
-@torch.no_grad()
-def enlivened(model: LanguageModel, spread: float) -> LanguageModel:
-    """With matrices that matter; a router that has a bias is set to decide either way, one without is left to luck.
-
-    Unless its threshold can be set instead.
-    """
-    for matrix in (p for p in model.parameters() if p.ndim == 2):
-        matrix.mul_(0.2 / matrix.std())
-    for number, router in enumerate(model.method.routers()):
-        linears = [module for module in router.modules() if isinstance(module, nn.Linear)]
-        if not linears:
-            continue
-        _, logits = with_router_logits(model, lambda: model(tokens(64), execution="hard"))
-        bias = 0.0 if linears[-1].bias is None else linears[-1].bias.clone()
-        scale = spread / logits[number].std()
-        scaled = (logits[number] - bias) * scale
-        median = scaled.median()
-        centre = (median + scaled[scaled > median + 1e-3].min()) / 2  # no token stands on the threshold itself
-        linears[-1].weight.mul_(scale)
-        if linears[-1].bias is not None:
-            linears[-1].bias.fill_(-centre)
-        elif model.method.live_thresholds() is not None:
-            model.method.set_thresholds([float(centre / scale)] * len(routed_sites(model)))
-    return model
 
 
 def fractions(model: LanguageModel) -> list[float]:
@@ -186,10 +162,6 @@ def tokens(batch: int, time: int = TIME, seed: int = 0) -> Tensor:
     return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
 
 
-def routed_sites(model: LanguageModel) -> list[int]:
-    return [number for number, site in enumerate(model.method.sites(keys=1)) if site.routed]
-
-
 def given_decisions(model: LanguageModel, ids: Tensor, active: str) -> Tensor | None:
     """`[routed site, batch, time]`; None for a method that decides nothing."""
     shape = (len(routed_sites(model)), *ids.shape)
@@ -199,27 +171,6 @@ def given_decisions(model: LanguageModel, ids: Tensor, active: str) -> Tensor | 
     if active == "one":
         decisions[:, -1, ids.shape[1] // 2] = True
     return decisions[:1].expand(shape) if model.method.one_decision else decisions
-
-
-def with_router_logits(model: LanguageModel, forward: Callable[[], Output]) -> tuple[Output, list[Tensor]]:
-    """What `forward` returns, and the logits of each router in the order of the routed sites."""
-    logits: list[Tensor] = []
-    hooks = [r.register_forward_hook(lambda _m, _i, out: logits.append(out)) for r in model.method.routers()]
-    decide = Block.decide
-
-    def decided(block: Block, h: Tensor, ctx: Context, *args, **kwargs) -> Rows:
-        """A block that skips asks its router together with its norm."""
-        found = decide(block, h, ctx, *args, **kwargs)
-        logits.extend([found.decision.logit] if ctx.execution == "sparse" else [])
-        return found
-
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Block, "decide", decided)
-            return forward(), logits
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @torch.no_grad()
@@ -243,10 +194,6 @@ def decode(
         logits.append(out.logits)
         work.append(out.trace.work)
     return torch.cat(logits, 1), torch.cat(work, 2)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def assert_equal_to_rounding(actual: Tensor, expected: Tensor) -> None:

@@ -14,13 +14,18 @@ import torch
 
 from benchmarks.faults import (
     belongings,
+    crowds,
     damage,
+    defaults,
     disk,
+    equivalence,
     exactness,
     kills,
+    malformed,
     mutation,
     pickles,
     power,
+    rude,
     seals,
     signals,
     special,
@@ -130,6 +135,45 @@ FAULTS = {
     "layouts": Fault(
         exactness.layouts, len(exactness.LAYOUTS), "the depth penalty's gradient, over ranks and accumulation",
         f"equal to {exactness.GRADIENT_TOLERANCE:g}",
+    ),
+    "equivalence": Fault(
+        equivalence.equivalence, 2_000_000,
+        "decisions in float32, skipped or masked; cached or whole, together or alone, padded or not; every method, "
+        "classic and modern blocks",
+        f"equal to {equivalence.TOLERANCE:g} of the largest logit; a decision flips only so close to the threshold",
+    ),
+    "malformed": Fault(
+        malformed.malformed, 10_000,
+        "a malformed request to the server: JSON, fields, address, type, or no HTTP at all",
+        "no answer of 500 or above, every error in OpenAI's shape, within 1 s",
+    ),
+    "overload": Fault(
+        crowds.overload, 200, "200 clients at once, on 8 slots with a queue of 16 and on 1 slot with a queue of 4",
+        "the rest answered 429 with Retry-After within 1 s, health 200, memory flat, every accepted text complete and "
+        "equal to the offline one",
+    ),
+    "soak": Fault(
+        crowds.soak, 1800, "a request a second to the server: whole, streamed, malformed, or left by its client",
+        "every text equal to the offline one, no slot lost, memory flat",
+    ),
+    "rude-clients": Fault(
+        rude.rude_clients, 100,
+        "a client that goes away, sends a body without end, dawdles over its head or body, or does not read",
+        "its slot is free within 1 s, its connection closed when its time is up, others are served meanwhile",
+    ),
+    "server-defaults": Fault(
+        defaults.server_defaults, len(defaults.HOSTILE),
+        f"{len(defaults.HOSTILE)} hostile strings in every place of a request to a server with no options",
+        "JSON or an event stream, never HTML; reached from this machine alone, by its own names, by no other origin",
+    ),
+    "server-restart": Fault(
+        rude.restart, 20, "the server under load: `kill -9` or SIGTERM at a random moment, then started again",
+        "after SIGTERM all that was accepted is complete, a text that was cut off by `kill -9` says so; slots are free "
+        "again",
+    ),
+    "connections": Fault(
+        crowds.connections, 10_000, "10,000 connections to the server that ask for nothing",
+        "others are served, health within 1 s, and the idle ones are closed when their time is up",
     ),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from benchmarks.faults import (
     belongings,
     commands,
     damage,
+    equivalence,
     exactness,
     kills,
     mutation,
@@ -65,7 +67,18 @@ SMALL = {
     "second": 2,
     "data-order": 10,
     "layouts": 3,
+    "equivalence": 2000,
 }
+OF_SERVERS = {
+    "malformed": 60,
+    "overload": 12,
+    "soak": 6,
+    "rude-clients": 10,
+    "server-defaults": 2,
+    "server-restart": 2,
+    "connections": 40,
+}
+"""Tried in test_server_faults.py."""
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +123,7 @@ def tried(name: str, folder: Path, count: int | None = None) -> Outcome:
 
 
 def test_every_fault_is_tried():
-    assert SMALL.keys() == FAULTS.keys()
+    assert SMALL.keys() | OF_SERVERS.keys() == FAULTS.keys()
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -266,6 +279,19 @@ def test_ranks_that_take_other_batches_are_noticed(tmp_path, monkeypatch):
     failures = tried("data-order", tmp_path).failures
     assert any("of 2 processes" in failure for failure in failures)
     assert any("of 4 processes" in failure for failure in failures)
+
+
+def test_logits_that_are_not_those_of_the_reference_are_noticed(tmp_path, monkeypatch):
+    real = equivalence._passed
+
+    def off(model, ids, execution, **options):
+        out = real(model, ids, execution, **options)
+        return replace(out, logits=out.logits * (1 + 1e-4)) if execution == "sparse" else out
+
+    monkeypatch.setattr(equivalence, "_passed", off)
+    monkeypatch.setattr(equivalence, "METHODS", {"dense": 0, "tsa": 0})
+    failures = tried("equivalence", tmp_path, 100).failures
+    assert sum("sparse is not hard" in failure for failure in failures) == 4
 
 
 def test_a_number_that_stops_nothing_is_noticed(tmp_path, monkeypatch):

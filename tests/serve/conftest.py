@@ -1,7 +1,6 @@
 """A server of a tiny run in a thread, on a free port, and clients for it."""
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.runs.machine import choose_device
 from tokendepth.runs.run import Run
-from tokendepth.serve.server import server
+from tokendepth.serve.server import listening, server
 from tokendepth.serve.service import Limits, Service
 from tokendepth.training.loop import train
 
@@ -51,7 +50,7 @@ class Served:
 
 @contextlib.contextmanager
 def serving(service: Service, key: str | None = None) -> Iterator[Served]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with listening("127.0.0.1", 0) as listener:
         running = server(service, key)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()

@@ -14,11 +14,11 @@ import httpx2
 import pytest
 
 import tokendepth as td
-from benchmarks.malformed import attack, is_shaped
+from benchmarks.faults.malformed import attack, is_shaped
 from tests.cli.test_mistakes import refused
 from tests.serve.conftest import Served, serving
 from tokendepth.infer.engine import Engine
-from tokendepth.serve import app
+from tokendepth.serve import app, server
 from tokendepth.serve.service import Limits, Service
 
 pytestmark = [pytest.mark.xdist_group("serve"), pytest.mark.slow]
@@ -30,8 +30,8 @@ def post(served: Served, body: dict, path: str = "/v1/completions", **options) -
 
 
 def head(length: int) -> bytes:
-    lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {length}")
-    return "\r\n".join([*lines, "", ""]).encode()
+    headers = ("Host: localhost", "Content-Type: application/json", f"Content-Length: {length}")
+    return "\r\n".join(["POST /v1/completions HTTP/1.1", *headers, "", ""]).encode()
 
 
 def healthy(served: Served) -> bool:
@@ -123,10 +123,7 @@ def test_a_body_that_is_too_large_is_cut_off_whether_it_says_its_length_or_not(r
 def test_a_body_that_does_not_come_is_not_waited_for(served: Served, monkeypatch):
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", served.port)) as client:
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
-        )
-        client.sendall(head.encode())
+        client.sendall(head(50) + b"{")
         client.settimeout(10)
         answer = b"".join(iter(lambda: client.recv(10_000), b""))  # head and body may come apart
     assert answer.startswith(b"HTTP/1.1 408")
@@ -191,6 +188,16 @@ def test_a_client_that_goes_away_frees_its_slot(slow_service, stream):
         text = post(found, {**GOOD, "max_tokens": 1}).json()["choices"][0]["text"]
         assert len(text) == 1, "the slot serves the next one"
         assert "tokendepth_dropped_total 1.0\n" in found.service.metrics.text()
+
+
+def test_a_server_that_cannot_wait_any_longer_says_so(slow_service, monkeypatch):
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0)
+    with ThreadPoolExecutor(1) as pool:
+        with serving(slow_service(0.05, slots=1)) as found:
+            answer = pool.submit(post, found, {**GOOD, "max_tokens": 59})
+            while not found.service.worker.open:
+                time.sleep(0.01)
+        assert (answer.result().status_code, is_shaped(answer.result().content)) == (503, True)
 
 
 # --- faults of ours ---------------------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
@@ -13,6 +15,7 @@ from starlette.exceptions import HTTPException as RoutingError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from tokendepth.errors import one_line
 from tokendepth.infer.engine import Request as EngineRequest
 from tokendepth.infer.engine import Token
 from tokendepth.serve.asked import Asked, read
@@ -23,8 +26,12 @@ from tokendepth.serve.worker import Busy, End, Job, log_fault
 
 BODY_SECONDS = 30.0
 """In which a client has to send the body of its request."""
+BODIES_AT_ONCE = 64
+"""So many bodies of the largest size may be on their way at the same time, or more that are smaller."""
+CLOSING = {"Connection": "close"}
 NOBODY = 499
 """The status of an answer that nobody waits for any more; it is only counted."""
+STOPPING = Refusal(503, "the server was stopped before the text was complete; try again when it is back")
 FAULT = Refusal(500, "a fault of the server; its log says where")
 
 Event = tuple[int, Token | None, End | None]
@@ -46,12 +53,14 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
         async def answer(request: Request) -> Response:
             try:
                 if not public:
-                    _check_key(request, api_key)
+                    _check_host(request) if api_key is None else _check_key(request, api_key)
                 response = await handler(request)
             except Refusal as refusal:
                 response = _refused(refusal)
             except ClientDisconnect:
                 response = Response(status_code=NOBODY)
+            except asyncio.CancelledError:  # by a server that stops and has waited long enough
+                response = _refused(STOPPING)
             except Exception as error:
                 log_fault(error)
                 response = _refused(FAULT)
@@ -106,7 +115,9 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
 
 
 async def _written(service: Service, request: Request, endpoint: str, shape: type[Reply]) -> Response:
-    body = await _body(request, service.limits.body)
+    body = await _body(request, service)
+    if service.worker.full:  # before anybody tokenises it
+        raise _busy("the queue is full")
     asked, prepared = await asyncio.to_thread(_prepared, service, body, endpoint)  # tokenising may take its time
     events: asyncio.Queue[Event] = asyncio.Queue()
     loop, indices = asyncio.get_running_loop(), {each: index for index, each in enumerate(prepared)}
@@ -215,12 +226,13 @@ def _prompt_tokens(asked: Asked, prepared: list[EngineRequest]) -> int:
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-async def _body(request: Request, most: int) -> bytes:
-    """Counted as it comes, since a chunked body says no length."""
+async def _body(request: Request, service: Service) -> bytes:
+    """Counted as it comes, since a chunked body says no length; and with those that come at the same time."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(415, f"the content type is {kind[:80]!r}; expected application/json")
-    too_large = Refusal(413, f"the body is larger than {most} bytes; send less", headers={"Connection": "close"})
+    most = service.limits.body
+    too_large = Refusal(413, f"the body is larger than {most} bytes; send less", headers=CLOSING)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > most:
         raise too_large
@@ -229,17 +241,20 @@ async def _body(request: Request, most: int) -> bytes:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 body += part
+                service.arriving += len(part)
                 if len(body) > most:
                     raise too_large
+                if service.arriving > BODIES_AT_ONCE * most:
+                    raise _busy("too many bodies arrive at once", CLOSING)
     except TimeoutError:
         message = f"the body did not come within {BODY_SECONDS:g} seconds; send it again"
-        raise Refusal(408, message, headers={"Connection": "close"}) from None
+        raise Refusal(408, message, headers=CLOSING) from None
+    finally:
+        service.arriving -= len(body)
     return bytes(body)
 
 
-def _check_key(request: Request, api_key: str | None) -> None:
-    if api_key is None:
-        return
+def _check_key(request: Request, api_key: str) -> None:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     # In constant time, and byte for byte: headers come as Latin-1, whatever they were.
     right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
@@ -248,8 +263,32 @@ def _check_key(request: Request, api_key: str | None) -> None:
         raise Refusal(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def _busy(cause: str) -> Refusal:
-    return Refusal(429, f"{cause}; try again in a second", code="queue_full", headers={"Retry-After": "1"})
+def _check_host(request: Request) -> None:
+    """A page of the web may give its own name this machine's address, and would then be answered as its owner is."""
+    address, _ = request.scope["server"]
+    host = request.headers.get("host", "")
+    if host and _is_loopback(address) and not _is_loopback(_name_of(host)):
+        message = f"the Host is {host[:80]!r}; without a key this server answers to localhost and its address alone"
+        raise Refusal(403, one_line(f"{message}; set TOKENDEPTH_API_KEY to use other names"), param="Host")
+
+
+def _name_of(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def _busy(cause: str, headers: dict[str, str] | None = None) -> Refusal:
+    headers = {"Retry-After": "1", **(headers or {})}
+    return Refusal(429, f"{cause}; try again in a second", code="queue_full", headers=headers)
 
 
 def _check_end(end: End | None) -> None:

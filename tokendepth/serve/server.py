@@ -1,5 +1,6 @@
 """Start the server of a run, on an address that is free, and stop it when a signal asks for that."""
 
+import gc
 import signal
 import socket
 import sys
@@ -11,8 +12,16 @@ from tokendepth.errors import UserError
 from tokendepth.progress import Progress
 from tokendepth.runs.run import Run
 from tokendepth.serve.app import create_app
+from tokendepth.serve.connections import Connection, allow_many_files
 from tokendepth.serve.service import Limits, Service
+from tokendepth.trace import Execution
 
+IDLE_SECONDS = 30
+"""A connection that has not sent the whole head of its next request by then is closed."""
+SEND_BUFFER = 2**16
+"""Bytes that the kernel keeps for a client that does not read; by itself it would take megabytes for each."""
+SWITCH_SECONDS = 0.001
+"""The engine's thread lets those that answer clients run after so long; Python's own 5 ms add up over many clients."""
 GRACE_SECONDS = 30
 """After SIGTERM or Ctrl-C: so long what is in flight may go on; nothing new is taken."""
 
@@ -25,12 +34,17 @@ def serve(
     limits: Limits,
     device: str,
     name: str | None,
+    execution: Execution,
     api_key: str | None,
     speculate: bool | float = False,
 ) -> None:
-    with _listening(host, port) as listener:  # before the model is loaded, which takes longer
+    allow_many_files()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with listening(host, port) as listener:  # before the model is loaded, which takes longer
         with Progress(f"loading {run}"):
-            service = Service.of(Run.open(run), device, limits, name, speculate)
+            service = Service.of(Run.open(run), device, limits, name, speculate, execution)
+        gc.collect()
+        gc.freeze()  # what stays for ever: to go through it again would keep all clients waiting
         address, port = listener.getsockname()[:2]
         if not address.startswith("127.") and address != "::1" and api_key is None:
             print("tokendepth: others can reach this address; set TOKENDEPTH_API_KEY to ask for a key", file=sys.stderr)
@@ -46,17 +60,20 @@ def server(service: Service, api_key: str | None = None) -> uvicorn.Server:
     """Nothing of a request is logged; connections that are not used are closed."""
     config = uvicorn.Config(
         create_app(service, api_key),
-        log_level="error",
+        http=Connection,
+        ws="none",
+        headers=[("X-Content-Type-Options", "nosniff")],
+        log_level="critical",  # what uvicorn has to say would quote requests; faults are logged by the application
         access_log=False,
         server_header=False,
         lifespan="on",
-        timeout_keep_alive=30,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
     return uvicorn.Server(config)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening(host: str, port: int) -> socket.socket:
     if not 0 <= port < 2**16:
         raise UserError(f"--port is {port}; expected a number from 0 to 65535; 0 takes a free one")
     try:
@@ -65,6 +82,7 @@ def _listening(host: str, port: int) -> socket.socket:
         raise UserError(f"--host is {host!r}; expected a name or an address of this machine") from None
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     try:
         listener.bind(address)
         listener.listen(socket.SOMAXCONN)  # refuses too where another one listens

@@ -18,6 +18,7 @@ from tokendepth.serve.chat import prompt_ids
 from tokendepth.serve.errors import Refusal
 from tokendepth.serve.metrics import Metrics
 from tokendepth.serve.worker import Worker
+from tokendepth.trace import Execution
 
 DEFAULT_TOKENS = 16
 """Of completions, in the API."""
@@ -47,15 +48,23 @@ class Service:
         self.engine, self.name, self.limits, self.budgets = engine, name, limits, budgets or {}
         self.metrics = Metrics(limits.slots)
         self.worker = Worker(engine, queue=limits.queue, seconds=limits.seconds, metrics=self.metrics)
+        self.arriving = 0
+        """Bytes of bodies that are not whole yet; counted by the event loop alone."""
         self.sites = [site.name for site in engine.model.method.sites(keys=1)]
 
     @classmethod
     def of(
-        cls, run: Run, device: str, limits: Limits, name: str | None = None, speculate: bool | float = False
+        cls,
+        run: Run,
+        device: str,
+        limits: Limits,
+        name: str | None = None,
+        speculate: bool | float = False,
+        execution: Execution = "sparse",
     ) -> "Service":
         """speculate: as of `td.generate`, for all requests."""
         tokenizer, model = tokenizer_of(run), load_model(run, choose_device(device))
-        engine = engine_for(model, tokenizer, run, speculate, slots=limits.slots)
+        engine = engine_for(model, tokenizer, run, speculate, slots=limits.slots, execution=execution)
         return cls(engine, name or _name(run.path), limits, _budgets(run))
 
     def prepared(self, asked: Asked) -> list[Request]:

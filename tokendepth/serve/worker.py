@@ -83,6 +83,11 @@ class Worker:
     def open(self) -> int:
         return self._open
 
+    @property
+    def full(self) -> bool:
+        """Whether it would accept no job now."""
+        return self._stopping or self._open >= self._room
+
     # -- its own thread
 
     def _run(self) -> None:

@@ -62,15 +62,16 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time this machine: what skipping gains in a pass or token by token, what adaptive depth costs in training."""
+    """Time this machine: what skipping gains in a pass, token by token and in a server, what training costs."""
 
-    what: tyro.conf.Positional[Literal["forward", "decode", "training"]]
+    what: tyro.conf.Positional[Literal["forward", "decode", "training", "serve"]]
     """forward: passes that skip against dense ones. decode: the same token by token, with a cache. training: steps of
-    adaptive models against dense ones."""
+    adaptive models against dense ones. serve: a server of --run under load, skipping and dense, many requests at a time
+    and one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
     out: Path = Path("runs/bench")
-    """Folder for forward.json, decode.json and training.json; a row replaces one that was measured the same way."""
+    """Folder for the rows, such as forward.json; a row replaces one that was measured the same way."""
     json: bool = False
     """Print one JSON object a line instead of words."""
     fractions: str | None = None
@@ -80,11 +81,19 @@ class Bench:
     shapes: str | None = None
     """decode: shapes of models, separated by commas: paper, gpt2 (d 768, 12 layers), d1024 (24 layers)."""
     run: Path | None = None
-    """forward, decode: time a trained run with its own decisions on validation text, instead of random decisions."""
+    """The trained run to time. forward, decode: with its own decisions on validation text, instead of random ones."""
     corpus: str | None = None
     """forward --run, decode --run: another text than the run's own, as text:PATH."""
     processes: int = 1
     """forward: measure in this many processes, one after the other, and keep the rows of the median one."""
+    clients: str | None = None
+    """serve: how many clients at once, separated by commas; by default 1,4,16."""
+    against: str | None = None
+    """serve: measure the server of the OpenAI API at this address of this machine instead, http://127.0.0.1:PORT."""
+    server: str = "another server"
+    """serve --against: what to call it in the rows."""
+    model: str | None = None
+    """serve --against: the name of its model; by default the first that it lists."""
 
     def __call__(self) -> None:
         if self.what == "forward":
@@ -92,6 +101,9 @@ class Bench:
             return
         if self.what == "decode":
             self._decode()
+            return
+        if self.what == "serve":
+            self._serve()
             return
         with Progress(LOADING):
             from tokendepth.bench import training
@@ -128,3 +140,16 @@ class Bench:
             rows = forward.measure(self.device, self.out, fractions, batches)
         for row in rows:
             print(json.dumps(row) if self.json else forward.in_words(row))
+
+    def _serve(self) -> None:
+        with Progress(LOADING):
+            from tokendepth.bench import serve
+        clients = serve.parse_clients(self.clients)
+        if (self.run is None) == (self.against is None):
+            raise UserError("bench serve needs a trained run, --run RUN, or another server, --against URL; name one")
+        if self.run:
+            rows = serve.measure(self.run, self.device, self.out, clients)
+        else:
+            rows = serve.measure_other(str(self.against), self.server, self.model, self.device, self.out, clients)
+        for row in rows:
+            print(json.dumps(row) if self.json else serve.in_words(row))

@@ -316,6 +316,8 @@ class Serve:
     """The most tokens that one request may ask for."""
     seconds: float = 120.0
     """A request ends after so long, whatever it has come to."""
+    execution: Literal["hard", "sparse"] = "sparse"
+    """sparse skips work; hard computes all of it for the same text, to compare speeds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
     speculate: str | None = None
@@ -336,7 +338,8 @@ class Serve:
                 missing = f"serve needs the package {error.name}, not installed"
                 raise UserError(f"{missing}; pip install 'tokendepth[serve]'") from None
         limits = Limits(self.slots, self.queue, self.max_tokens, self.seconds)
-        options = {"device": self.device, "name": self.name, "speculate": draft_share(self.speculate)}
+        options = {"device": self.device, "name": self.name, "execution": self.execution}
+        options["speculate"] = draft_share(self.speculate)
         key = os.environ.get("TOKENDEPTH_API_KEY") or None
         serve(self.run, host=self.host, port=self.port, limits=limits, api_key=key, **options)
 

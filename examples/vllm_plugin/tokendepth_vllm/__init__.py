@@ -1,0 +1,7 @@
+"""A plugin of vLLM: it finds `register` by the entry point in pyproject.toml, in every process that it starts."""
+
+
+def register() -> None:
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("RoutedLlamaForCausalLM", "tokendepth_vllm.model:RoutedLlamaForCausalLM")
