@@ -11,7 +11,7 @@ from tokendepth.analysis.attributes import Spelled, frequencies
 from tokendepth.analysis.lookup import lookups, token_share
 from tokendepth.analysis.passes import Tokens, run_over
 from tokendepth.analysis.summary import summarise
-from tokendepth.analysis.table import tabulate
+from tokendepth.analysis.table import named, tabulate
 from tokendepth.analysis.windows import FEWEST, Windows
 from tokendepth.config import method_name, to_dict
 from tokendepth.data import TextDataset
@@ -164,7 +164,7 @@ def skipped(text: Tokens, kinds: np.ndarray, windows: Windows) -> list[dict[str,
     if text.full_loss is None:
         return None
     more, passed = text.loss - text.full_loss, ~text.decisions.all(0)
-    groups = {"all": np.ones(len(kinds), bool), **{str(kind): kinds == kind for kind in np.unique(kinds)}}
+    groups = {"all": np.ones(len(kinds), bool), **dict(named(kinds))}
     return [
         {
             "kind": name,

@@ -124,12 +124,10 @@ def _lookup(runs: Sequence[dict[str, Any]]) -> str:
     tables = [n for n in sites if all(one["low"] is not None and one["low"] >= LOOKUP for one in shares[n])]
     others = [n for n in sites if all(one["high"] is not None and one["high"] < LOOKUP for one in shares[n])]
     if tables:
-        words += (
-            f"; {', '.join(names[n] for n in tables)} {'is' if len(tables) == 1 else 'are'} close to a lookup table"
-        )
+        words += f"; close to a lookup table is {', '.join(names[n] for n in tables)}"
     if others:
-        who = "none" if len(others) == len(names) else f"not {', '.join(names[n] for n in others)}"
-        words += f"; {who} is a lookup table by token"
+        who = "no router" if len(others) == len(names) else f"not {', '.join(names[n] for n in others)}"
+        words += f"; a lookup table is {who}"
     return f"{words}."
 
 

@@ -50,7 +50,7 @@ def tabulate(work: np.ndarray, windows: Windows, attributes: Mapping[str, np.nda
     found = {}
     for name, values in attributes.items():
         is_number = np.issubdtype(values.dtype, np.number)
-        groups = _cut(values.astype(float)) if is_number else [(str(g), values == g) for g in np.unique(values) if g]
+        groups = _cut(values.astype(float)) if is_number else named(values)
         found[name] = {"groups": [_row(group, chosen, layers, depth, windows) for group, chosen in groups]}
         if is_number:
             for row, (_, chosen) in zip(found[name]["groups"], groups, strict=True):
@@ -71,6 +71,12 @@ def _row(group: str, chosen: np.ndarray, layers: np.ndarray, depth: np.ndarray, 
         "difference": windows.difference(depth, chosen),
         "per_site": [windows.mean(layer, chosen) for layer in layers],
     }
+
+
+def named(labels: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """The tokens of each label, the largest group first."""
+    names, counts = np.unique(labels, return_counts=True)
+    return [(str(name), labels == name) for name in names[np.argsort(-counts, kind="stable")] if name]
 
 
 def _cut(values: np.ndarray) -> list[tuple[str, np.ndarray]]:

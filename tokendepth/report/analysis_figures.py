@@ -159,7 +159,10 @@ def skipped(tree: Tree) -> Drawing | None:
     axes.axvline(0, color=GUIDE, linewidth=0.9)
     axes.set_xlabel("loss as executed, minus with every token active (nats)")
     _legend(figure, tree)
-    caption = "After tokens that were skipped somewhere: what the model loses in predicting the next; 95% intervals, none for few."
+    caption = (
+        "After tokens that were skipped somewhere: what the model loses in predicting the next; 95% intervals, where the "
+        "tokens are many enough."
+    )
     return render(figure, "analysis_skipped", caption)
 
 
