@@ -160,8 +160,8 @@ def skipped(tree: Tree) -> Drawing | None:
     axes.set_xlabel("loss as executed, minus with every token active (nats)")
     _legend(figure, tree)
     caption = (
-        "After tokens that were skipped somewhere: what the model loses in predicting the next; 95% intervals, where the "
-        "tokens are many enough."
+        "After tokens that were skipped somewhere: what the model loses in predicting the next; 95% intervals, where "
+        "the tokens are many enough."
     )
     return render(figure, "analysis_skipped", caption)
 
