@@ -91,7 +91,9 @@ def test_an_interval_covers_the_truth_as_often_as_it_says_when_windows_differ():
         values = np.repeat(random.normal(size=40), 25) + 0.1 * random.normal(size=1000)
         found = Windows(np.repeat(np.arange(40), 25), seed=seed).mean(values)
         covered += found["low"] < 0 < found["high"]
-    assert covered / trials == pytest.approx(0.94, abs=0.05)  # three standard errors; with 40 windows a little below 95%
+    assert covered / trials == pytest.approx(
+        0.94, abs=0.05
+    )  # three standard errors; with 40 windows a little below 95%
 
 
 def test_few_windows_get_no_interval():
