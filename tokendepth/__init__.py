@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tokendepth import analysis
     from tokendepth.api import build, compile, evaluate, export, generate, import_model, load, retrofit, score, train
     from tokendepth.config import RunConfig
     from tokendepth.errors import UserError
@@ -32,6 +33,7 @@ __all__ = [
     "RunConfig",
     "TextModel",
     "UserError",
+    "analysis",
     "build",
     "compile",
     "evaluate",
@@ -60,6 +62,8 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'tokendepth' has no attribute {name!r}")
+    if name == "analysis":  # a module of its own
+        return import_module("tokendepth.analysis")
     return getattr(import_module(f"tokendepth.{_HOME.get(name, 'api')}"), name)
 
 

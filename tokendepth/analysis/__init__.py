@@ -1,1 +1,16 @@
-"""What the router learned: who gets depth, by kind of token."""
+"""Where the depth goes: `depth_by` for a trace and attributes of its tokens, `analyse` for finished runs over a split.
+
+>>> text = "def depth(token): one text, another"
+>>> trace = td.load("runs/tsa")(text).trace
+>>> kinds = [["letter" if char.isalpha() else "other" for char in text]]
+>>> table = td.analysis.depth_by(trace, {"kind": kinds, "position": [list(range(len(text)))]})
+>>> [(row["group"], row["tokens"]) for row in table["kind"]["groups"]]
+[('letter', 26), ('other', 9)]
+>>> sorted(table["position"])
+['groups', 'rank_correlation', 'rank_correlation_per_site']
+"""
+
+from tokendepth.analysis.study import analyse
+from tokendepth.analysis.table import depth_by
+
+__all__ = ["analyse", "depth_by"]

@@ -6,13 +6,14 @@ which is what the depth is spent on predicting. Groups are those that the paper 
 in mid-word) and what it leaves open (frequency, surprisal).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tokendepth.analysis.attributes import CHARACTER_KINDS, POSITIONS, Spelled, frequencies
+from tokendepth.analysis.windows import ranks
 from tokendepth.data import CharTokenizer, TextDataset
 from tokendepth.data.of_run import dataset_of
 from tokendepth.errors import UserError
@@ -23,14 +24,10 @@ from tokendepth.trace import Execution
 
 TOKENS = 2**17
 """Enough for every group to hold some hundreds."""
-FREQUENCY_TOKENS = 2**20
-"""Training text from which the tokens' frequencies are counted."""
-CLASSES = ("letter", "capital", "digit", "punctuation", "space", "line break")
-POSITIONS = ("first", "middle", "last", "outside words")
 FREQUENCIES = {"below 0.5%": 0.0, "0.5% to 2%": 0.005, "2% to 5%": 0.02, "5% and more": 0.05}
 """A token's type by the smallest share of the text that it has."""
 QUARTERS = ("lowest quarter", "second quarter", "third quarter", "highest quarter")
-ORDER = (*CLASSES, *POSITIONS, *FREQUENCIES, *QUARTERS)
+ORDER = (*CHARACTER_KINDS, *POSITIONS, *FREQUENCIES, *QUARTERS)
 
 
 def measure(run: Run, *, device: str = "auto", tokens: int = TOKENS) -> dict[str, Any]:
@@ -54,9 +51,10 @@ def measure(run: Run, *, device: str = "auto", tokens: int = TOKENS) -> dict[str
     text, of_next = np.concatenate(ids), np.concatenate(nats)
     of_token = np.concatenate([[np.nan], of_next[:-1]])  # windows follow each other, so it is known for all but one
     gates = {mode: np.concatenate(parts, axis=1) for mode, parts in work.items()}
+    spelled = Spelled(text, dataset.tokenizer.spellings())
     groups = {
-        "character class": _classes(text, dataset),
-        "position in word": _positions(text, dataset),
+        "character class": spelled.kinds(),
+        "position in word": spelled.positions(),
         "frequency": _frequencies(text, dataset),
         "surprisal of the token": _quarters(of_token),
         "surprisal of the next": _quarters(of_next),
@@ -95,55 +93,18 @@ def _summary(gate: np.ndarray, of_token: np.ndarray, of_next: np.ndarray) -> dic
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
     """Spearman's, ties sharing their mean rank; None where one of the two is constant."""
-    a, b = _ranks(a), _ranks(b)
+    a, b = ranks(a), ranks(b)
     if not a.std() or not b.std():
         return None
     return float(np.corrcoef(a, b)[0, 1])
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return (ends - (counts - 1) / 2)[inverse]
-
-
 # --- groups: one label a token, empty where it is in none -------------------------------------------------------------
 
 
-def _by_type(text: np.ndarray, dataset: TextDataset, label: Callable[[str], str]) -> np.ndarray:
-    assert isinstance(dataset.tokenizer, CharTokenizer)
-    return np.array([label(char) for char in dataset.tokenizer.chars])[text]
-
-
-def _classes(text: np.ndarray, dataset: TextDataset) -> np.ndarray:
-    def label(char: str) -> str:
-        if char in "\n\r":
-            return "line break"
-        if char.isspace():
-            return "space"
-        if char.isalpha():
-            return "capital" if char.isupper() else "letter"
-        return "digit" if char.isdigit() else "punctuation"
-
-    return _by_type(text, dataset, label)
-
-
-def _positions(text: np.ndarray, dataset: TextDataset) -> np.ndarray:
-    """The place of a character in its word (a run of letters): first, middle, or last, as what follows it shows."""
-    letter = _by_type(text, dataset, lambda char: "x" if char.isalpha() else "") == "x"
-    before, after = np.roll(letter, 1), np.roll(letter, -1)
-    before[0] = after[-1] = False
-    names = np.full(len(text), "outside words", dtype="<U16")
-    names[letter & ~before] = "first"
-    names[letter & before & after] = "middle"
-    names[letter & before & ~after] = "last"
-    return names
-
-
 def _frequencies(text: np.ndarray, dataset: TextDataset) -> np.ndarray:
-    counts = np.bincount(dataset.split_ids("train")[:FREQUENCY_TOKENS], minlength=dataset.tokenizer.vocab_size)
-    bins = np.searchsorted(list(FREQUENCIES.values()), counts / counts.sum(), side="right") - 1
-    return np.array(list(FREQUENCIES))[bins][text]
+    shares = frequencies(text, dataset.split_ids("train"), dataset.tokenizer.vocab_size)
+    return np.array(list(FREQUENCIES))[np.searchsorted(list(FREQUENCIES.values()), shares, side="right") - 1]
 
 
 def _quarters(nats: np.ndarray) -> np.ndarray:

@@ -29,6 +29,8 @@ ENVIRONMENT = Environment(
 
 METHODS = [(f"--method-{name.replace('_', '-')}", look) for name, look in {**LOOKS, "unknown": UNKNOWN}.items()]
 """CSS variables for the methods' colours, which differ between light and dark pages."""
+COLOURS = {"methods": METHODS, "active": " ".join(map(str, bytes.fromhex(ACTIVE[1:]))), "skipped": SKIPPED}
+"""What style.html needs, in every page."""
 
 
 def render(
@@ -45,18 +47,16 @@ def render(
         columns=shown,
         groups=[(name, sum(c.group == name for c in shown)) for name in ("", "soft", "executed")],
         rows=[_row(row, look, shown) for look, row in zip(looks(table), table, strict=True)],
-        headlines=[(words, picture and _figure(picture)) for words, picture in headlines],
+        headlines=[(words, picture and inlined(picture)) for words, picture in headlines],
         paints={row.label: _paint(look.colour) for look, row in zip(looks(table), table, strict=True)},
         glossary=GLOSSARY,
         notes=notes(table),
-        figures=[_figure(drawing) for drawing in drawings],
+        figures=[inlined(drawing) for drawing in drawings],
         passages=[_passage(record, passage, maps) for record in records if (passage := record.passage)],
         records=[_provenance(record) for record in records],
         shades=[i / 8 for i in range(9)],
-        methods=METHODS,
         dash=DASH,
-        active=" ".join(map(str, bytes.fromhex(ACTIVE[1:]))),
-        skipped=SKIPPED,
+        **COLOURS,
     )
 
 
@@ -77,7 +77,7 @@ def _row(row: Row, look: RowLook, shown: list[Column]) -> dict[str, Any]:
     }
 
 
-def _figure(drawing: Drawing) -> dict[str, Any]:
+def inlined(drawing: Drawing) -> dict[str, Any]:
     return {"svg": Markup(inline(drawing.svg.decode(), drawing.name)), "caption": drawing.caption}
 
 
@@ -107,7 +107,7 @@ def _passage(record: Record, passage: Passage, maps: dict[Path, Drawing]) -> dic
         "tokens": tokens,
         "words": any(len(piece) > 1 for piece in passage.pieces),  # these need gaps to be told apart
         "modes": list(modes),
-        "figure": _figure(maps[record.path]),
+        "figure": inlined(maps[record.path]),
     }
 
 

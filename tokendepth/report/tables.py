@@ -16,7 +16,7 @@ def piped(lines: list[list[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """`text` escaped for Markdown: a run's name may contain what a table or HTML would interpret."""
     return re.sub(r"([\\|`*$\[\]]|\b_|_\b)", r"\\\1", html.escape(text, quote=False))
 
@@ -32,10 +32,10 @@ def markdown_table(table: list[Row], *, brief: bool = False) -> str:
         shown = [c for c in shown if c.key not in IN_ROWS_ALONE and any(row.stat(c) for row in table)]
     lines = [["run", "method", *(column.title for column in shown)], ["---", "---", *("--:" for _ in shown)]]
     for row in table:
-        name = _plain(row.title) + (" †" if row.collapses else "")
-        lines.append([name, row.method, *(_plain(row.cell(column)) for column in shown)])
+        name = plain(row.title) + (" †" if row.collapses else "")
+        lines.append([name, row.method, *(plain(row.cell(column)) for column in shown)])
     text = piped(lines)
-    return text + "".join(f"\n{_plain(note)}\n" for note in notes(table))
+    return text + "".join(f"\n{plain(note)}\n" for note in notes(table))
 
 
 def json_table(table: list[Row]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Run:
         if not os.path.lexists(self.path / "config.json"):
             return f"{self.path} is not empty and not a run (it holds {stray}); choose another --out"
         try:
-            difference = _first_difference(to_dict(self.config), to_dict(config))
+            difference = first_difference(to_dict(self.config), to_dict(config))
         except UserError as error:
             return str(error)
         return f"{self.path} holds another run: {difference}; choose another --out" if difference else None
@@ -219,7 +219,7 @@ class Run:
         there, env = (checkpoint.files.get(name, b"null") for name in ("config.json", "env.json"))
         try:
             if (tree := parse_json(there)) is not None:
-                difference = _first_difference(to_dict(from_dict(tree)), to_dict(config))
+                difference = first_difference(to_dict(from_dict(tree)), to_dict(config))
             facts = parse_json(env)
         except (ValueError, RecursionError) as error:  # a UserError is a ValueError too
             raise UserError(f"{folder} is of a run that this version cannot read ({error}); remove it") from None
@@ -319,11 +319,12 @@ def _remedy(remedy: str) -> Iterator[None]:
         raise UserError(f"{error}; {remedy}") from None
 
 
-def _first_difference(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str | None:
+def first_difference(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str | None:
+    """What differs first in two configs, in words; None if nothing does."""
     for key in {**there, **wanted}:
         a, b = there.get(key), wanted.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            if found := _first_difference(a, b, f"{prefix}{key}."):
+            if found := first_difference(a, b, f"{prefix}{key}."):
                 return found
         elif a != b:
             return f"its {prefix}{key} is {a!r}, not {b!r}"

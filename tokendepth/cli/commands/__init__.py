@@ -3,6 +3,7 @@
 Imports are inside the commands, so that `tokendepth --help` does not load torch.
 """
 
+from tokendepth.cli.commands.analyse import Analyse
 from tokendepth.cli.commands.describe import Describe
 from tokendepth.cli.commands.many import Bench, Sweep
 from tokendepth.cli.commands.one import (
@@ -27,6 +28,7 @@ COMMANDS: tuple[type, ...] = (
     Retrofit,
     Evaluate,
     Score,
+    Analyse,
     Calibrate,
     Sweep,
     Describe,

@@ -1,0 +1,215 @@
+"""The numbers in words, claiming no more than they do: a difference is named only where its interval excludes zero.
+
+With several seeds it must do so in each of them, in the same direction.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokendepth.analysis.windows import RESAMPLES, Estimate, excludes_zero
+
+NUMBERS = {
+    "frequency": "more frequent tokens",
+    "surprisal of the token": "more surprising tokens",
+    "surprisal of the next": "tokens before a more surprising one",
+    "entropy of the prediction": "tokens whose prediction is less certain",
+    "position in context": "tokens later in the context",
+}
+STRENGTHS = {0.5: "clearly", 0.3: "moderately", 0.1: "weakly", 0.0: "hardly"}
+"""How strongly depth goes with a number, by the least size of the rank correlation."""
+LOOKUP = 0.9
+"""A router is called a lookup table where the token explains at least so much of its decision's entropy."""
+
+
+def summarise(tree: dict[str, Any]) -> list[str]:
+    """A few sentences, each about one question."""
+    runs = tree["runs"]
+    said = [
+        _opening(tree),
+        _groups(runs, "kind", "by kind"),
+        _groups(runs, "position in word", "by place in the word"),
+        *_numbers(runs),
+        _lookup(runs),
+        _previous(runs),
+        _stability(runs),
+        _skipped(runs),
+        _seeds(tree),
+        _closing(runs),
+    ]
+    return [sentence for sentence in said if sentence]
+
+
+def direction(estimates: Sequence[Estimate]) -> int:
+    """1 or -1 where every interval excludes zero on the same side, else 0."""
+    signs = {(1 if (one["value"] or 0) > 0 else -1) if excludes_zero(one) else 0 for one in estimates}
+    return signs.pop() if len(signs) == 1 else 0
+
+
+def shown(estimates: Sequence[Estimate], form: str = ".3f") -> str:
+    """One value with its interval, or the range of several seeds."""
+    values = [one["value"] for one in estimates if one["value"] is not None]
+    if not values:
+        return "unknown"
+    if len(estimates) > 1:
+        low, high = (format(end(values), form) for end in (min, max))
+        return low if low == high else f"{low} to {high}"
+    low, high = estimates[0]["low"], estimates[0]["high"]
+    interval = "" if low is None or high is None else f" ({low:{form}} to {high:{form}})"
+    return f"{values[0]:{form}}{interval}"
+
+
+def _opening(tree: dict[str, Any]) -> str:
+    runs, one = tree["runs"], tree["runs"][0]
+    seeds = ", ".join(str(run["seed"]) for run in runs)
+    return (
+        f"{tree['method']} on {one['tokens']:,} tokens of the {tree['split']} split of {tree['corpus']}, in "
+        f"{one['windows']:,} windows of up to {tree['context']}; seed{'s' if len(runs) > 1 else ''} {seeds}. As "
+        f"executed, a routed block works on {shown([run['depth'] for run in runs], '.1%')} of the tokens."
+    )
+
+
+def _groups(runs: Sequence[dict[str, Any]], name: str, words: str) -> str:
+    """The group with the most depth and the one with the least, if they differ from the others."""
+    found: dict[str, list[Estimate]] = {}
+    for run in runs:
+        for row in run["by"][name]["groups"]:
+            found.setdefault(row["group"], []).append(row["difference"])
+    named = {group: e for group, e in found.items() if len(e) == len(runs) and direction(e)}
+    if not named:
+        return f"Depth {words}: no group is set apart from the others."
+    order = sorted(named, key=lambda group: sum(one["value"] or 0 for one in named[group]))
+    parts = []
+    if direction(named[order[-1]]) > 0:
+        parts.append(f"most for {order[-1]!r}, {shown(named[order[-1]], '+.3f')} against all other tokens")
+    if direction(named[order[0]]) < 0:
+        parts.append(f"least for {order[0]!r}, {shown(named[order[0]], '+.3f')}")
+    return f"Depth {words}: {'; '.join(parts)}."
+
+
+def _numbers(runs: Sequence[dict[str, Any]]) -> list[str]:
+    said, unclear = [], []
+    for name, who in NUMBERS.items():
+        estimates = [run["by"][name]["rank_correlation"] for run in runs]
+        if not (sign := direction(estimates)):
+            unclear.append(name)
+            continue
+        least = min(abs(one["value"]) for one in estimates)
+        how = next(word for limit, word in STRENGTHS.items() if least >= limit)
+        more = f"{how} more" if sign > 0 else f"{how} less"
+        said.append(f"{who} get {more} depth, rank correlation {shown(estimates, '+.2f')}")
+    sentences = [f"{_capital('; '.join(said))}."] if said else []
+    if unclear:
+        sentences.append(f"No relation is claimed between depth and {', '.join(unclear)}.")
+    return sentences
+
+
+def _varied(runs: Sequence[dict[str, Any]]) -> list[int]:
+    """Sites whose decision is not always the same, in any of the runs."""
+    sites = range(len(runs[0]["sites"]))
+    return [n for n in sites if all(run["lookup"][n]["share"]["value"] is not None for run in runs)]
+
+
+def _lookup(runs: Sequence[dict[str, Any]]) -> str:
+    sites = _varied(runs)
+    names = runs[0]["sites"]
+    if not sites:
+        return "No router decides differently for different tokens in every run."
+    shares = {n: [run["lookup"][n]["share"] for run in runs] for n in sites}
+    values = [one["value"] for estimates in shares.values() for one in estimates]
+    chance = max(run["lookup"][n]["chance"] for run in runs for n in sites)
+    words = (
+        f"Which token it is explains {_range(values, '.0%')} of the entropy of a router's decision (beyond chance, "
+        f"which would seem to explain {chance:.1%} at most)"
+    )
+    tables = [n for n in sites if all(one["low"] is not None and one["low"] >= LOOKUP for one in shares[n])]
+    others = [n for n in sites if all(one["high"] is not None and one["high"] < LOOKUP for one in shares[n])]
+    if tables:
+        words += f"; close to a lookup table is {', '.join(names[n] for n in tables)}"
+    if others:
+        who = "no router" if len(others) == len(names) else f"not {', '.join(names[n] for n in others)}"
+        words += f"; a lookup table is {who}"
+    return f"{words}."
+
+
+def _previous(runs: Sequence[dict[str, Any]]) -> str:
+    gains = [[run["lookup"][n]["gain_of_previous"] for run in runs] for n in _varied(runs)]
+    if not gains:
+        return ""
+    helped = [estimates for estimates in gains if direction(estimates) > 0]
+    if not helped:
+        return "The token before adds nothing that a table could use to foretell the decisions on other text."
+    values = [one["value"] for estimates in helped for one in estimates]
+    return (
+        f"Knowing the token before too, a table foretells the decisions on other text more often at {len(helped)} of "
+        f"{len(gains)} routers: by {_range(values, '.1%')} of the tokens."
+    )
+
+
+def _stability(runs: Sequence[dict[str, Any]]) -> str:
+    rows = [run["stability"] for run in runs]
+    near, far = ([row[end]["flips"] for row in rows] for end in (0, -1))
+    if all(one["value"] == 0 for row in rows for bin in row for one in [bin["flips"]]):
+        return f"After one {runs[0]['token']} is replaced, no later decision was seen to flip."
+    last = rows[0][-1]
+    words = f"After one {runs[0]['token']} is replaced, {shown(near, '.1%')} of the decisions on the next one flip"
+    return f"{words}, and {shown(far, '.1%')} at a distance of {last['from']:,} to {last['to']:,}."
+
+
+def _skipped(runs: Sequence[dict[str, Any]]) -> str:
+    if any(run["skipped"] is None for run in runs):
+        return "This method cannot be executed with every token active, so what skipping costs is not measured."
+    tables = [{row["kind"]: row for row in run["skipped"]} for run in runs]
+    whole = [table["all"]["loss"] for table in tables]
+    sign = direction(whole)
+    if not sign:
+        words = "With every token active everywhere the loss is not measurably another"
+    else:
+        words = f"With every token active everywhere the loss is {'lower' if sign > 0 else 'higher'} by "
+        words += f"{shown([_absolute(one) for one in whole], '.4f')} nats a token"
+    kinds = [kind for kind in tables[0] if kind != "all" and all(kind in table for table in tables)]
+    costs = {kind: [table[kind]["loss_where_skipped"] for table in tables] for kind in kinds}
+    dear = [kind for kind in kinds if direction(costs[kind]) > 0]
+    if dear:
+        most = max(dear, key=lambda kind: min(one["value"] or 0 for one in costs[kind]))
+        words += f"; a skipped token's successor loses most after {most!r}: {shown(costs[most], '.4f')} nats"
+    return f"{words}."
+
+
+def _absolute(estimate: Estimate) -> Estimate:
+    """Of an estimate whose interval excludes zero."""
+    value, low, high = (None if end is None else abs(end) for end in estimate.values())
+    ends = (low, high) if low is None or high is None else (min(low, high), max(low, high))
+    return {"value": value, "low": ends[0], "high": ends[1]}
+
+
+def _seeds(tree: dict[str, Any]) -> str:
+    pairs = tree["agreement"]
+    if not pairs:
+        return "One seed: nothing here is known to hold for another."
+    names = tree["runs"][0]["sites"]
+    kappas = {name: [pair["per_site"][n]["kappa"] for pair in pairs] for n, name in enumerate(names)}
+    alike = [name for name in names if direction(kappas[name]) > 0]
+    if not alike:
+        return "At no router do all seeds agree on who is worked on more often than chance would have it."
+    values = [one["value"] for name in alike for one in kappas[name]]
+    return (
+        f"Seeds agree on who is worked on more often than chance at {len(alike)} of {len(names)} routers: Cohen's "
+        f"kappa {_range(values, '.2f')} there (0 is chance, 1 the same decisions)."
+    )
+
+
+def _closing(runs: Sequence[dict[str, Any]]) -> str:
+    everywhere = f" in all {len(runs)} seeds" if len(runs) > 1 else ""
+    return (
+        f"Intervals are 95%, from {RESAMPLES} resamples of whole windows; what is called different has one that "
+        f"excludes zero{everywhere}. Of twenty differences that are none, about one does so in one seed."
+    )
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    low, high = (format(end(values), form) for end in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

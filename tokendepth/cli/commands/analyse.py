@@ -1,0 +1,46 @@
+"""The command that shows where the depth goes."""
+
+import dataclasses
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from tokendepth.cli.commands.one import LOADING
+from tokendepth.progress import Progress
+
+
+@dataclass(frozen=True)
+class Analyse:
+    """Show where finished runs spend their depth over a split: by kind of token, surprisal, place; docs/ANALYSE.md."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """A run folder, or several of one config with different seeds."""
+    out: Path = Path("analysis")
+    """Folder for analysis.html, analysis.md, analysis.json and figures/."""
+    split: Literal["val", "test"] = "val"
+    """Which text to look at."""
+    tokens: int | None = None
+    """Take only so many tokens from the beginning of the split."""
+    corpus: str | None = None
+    """Another text than the runs' own, as text:PATH."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+
+    def __call__(self) -> None:
+        from tokendepth.report.analysis import write_analysis
+        from tokendepth.report.folder import check_extra
+        from tokendepth.runs.run import Run
+
+        check_extra()
+        with Progress(LOADING):
+            from tokendepth.analysis import analyse
+        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("runs", "out")}
+        tree = analyse([Run.open(path) for path in self.runs], **settings, show=True)
+        with Progress("drawing the figures"):
+            page = write_analysis(tree, self.out)
+        for sentence in tree["summary"]:
+            print(textwrap.fill(sentence, 100), end="\n\n")
+        print(f"Tables and figures: {page}")
