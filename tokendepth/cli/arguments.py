@@ -154,7 +154,7 @@ def _value(name: str, text: str | None, hint: Any, ask: str) -> str:
         raise UserError(f"{name} needs a value{dashes}; {ask}")
     if Path in kinds:
         _check_path(name, text)
-    elif tuple not in map(typing.get_origin, kinds):  # of words any will do
+    elif not any(typing.get_origin(kind) is tuple for kind in kinds):  # of words any will do
         parse_value(hint, text, _dotted(name))
     return text
 
