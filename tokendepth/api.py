@@ -86,6 +86,7 @@ def retrofit(
     rank: int = 8,
     distill: float = 0.5,
     draft: float = 0.0,
+    routers_first: float = 0.0,
     context: int | None = None,
     changes: Mapping[str, Any] | None = None,
     resume: bool = False,
@@ -106,7 +107,8 @@ def retrofit(
     """
     options = RetrofitOptions(
         corpus=corpus, budget=budget, method=method, router=router, begin=begin, length=length, choose=choose,
-        bypass=bypass, drop=drop, trains=trains, rank=rank, distill=distill, draft=draft, context=context,
+        bypass=bypass, drop=drop, trains=trains, rank=rank, distill=distill, draft=draft,
+        routers_first=routers_first, context=context,
     )  # fmt: skip
     base = _dense_run(model, Path(out))
     begun = retrofit_plan.begun_in(out) if resume else None

@@ -228,7 +228,7 @@ def test_a_seed_fixes_the_text_whatever_else_is_written(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["budget", "span modern", pytest.param("early_exit", marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", ["budget", "span modern", pytest.param("early_exit", marks=pytest.mark.slow)])
 def test_drawn_tokens_have_the_distribution_of_the_full_model(case):
     """Chi-square on three tokens: the first comes from the prompt, the others from a draft of two."""
     model, texts, prompt = lively(case), 1500, list(GREEDY[0].prompt)

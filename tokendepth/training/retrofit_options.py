@@ -51,6 +51,8 @@ class RetrofitOptions:
     draft: float = 0.0
     """For self-speculation: weight of teaching the pass that skips what the same model predicts with nothing skipped.
     Take it with --budget 1, which leaves what is verified undisturbed."""
+    routers_first: float = 0.0
+    """Part of the training in which only what is new moves: the routers and the linear map."""
     context: int | None = None
     """Tokens of a training sequence, and what the result can read; of a model with rotary positions."""
 

@@ -58,7 +58,8 @@ def plan(
     """
     check_base(base)
     model = _model(base, options)
-    start = RetrofitConfig(str(base.path), base.fingerprint, options.trains, options.rank, options.distill)
+    what = (options.trains, options.rank, options.distill, options.routers_first)
+    start = RetrofitConfig(str(base.path), base.fingerprint, *what)
     config = RunConfig(_data(base, options.corpus), model, DenseConfig(), TRAIN, f"retrofit.{options.method}", start)
     changes = changes or {}
     config = override(config, {name: value for name, value in changes.items() if name.startswith("train.")})
