@@ -63,10 +63,10 @@ class OptimiserStep:
         self.losses = torch.compile(self._losses) if self.compiled else self._losses
         self.graph: torch.cuda.CUDAGraph | None = None
         self._flatten()
-        routers = {parameter for router in model.method.routers() for parameter in router.parameters()}
-        self.others = [g for p, g in zip(self.parameters.values(), self.gradients, strict=True) if p not in routers]
-        self.frozen_steps = math.ceil(routers_first * config.steps) if routers else 0
-        """In these only the routers move."""
+        new = {parameter for module in model.method.additions() for parameter in module.parameters()}
+        self.others = [g for p, g in zip(self.parameters.values(), self.gradients, strict=True) if p not in new]
+        self.frozen_steps = math.ceil(routers_first * config.steps) if new else 0
+        """In these only the routers and what goes with them move."""
 
     def uncompiled(self) -> contextlib.AbstractContextManager:
         """Where the model runs as written: compiled code is for the one shape of a training batch."""
