@@ -64,6 +64,7 @@ def _verdicts(rows: list[Row]) -> str:
         if row["slots"] > 1 and alone:
             ratio = row["tokens_per_s"] / alone["tokens_per_s"]
             wanted = f"{AT_ONCE_TARGET:g}x: {'reached' if ratio >= AT_ONCE_TARGET else '**missed**'}"
+            wanted += ", on a busy machine" if max(row["others_cores"], alone["others_cores"]) >= BUSY else ""
             words = "skipping, " if row["execution"] == "sparse" else ""
             lines.append([row["run"], str(row["clients"]), f"{words}many at a time / one", f"{ratio:.2f}x", wanted])
         dense = _beside(rows, row, execution="hard")

@@ -73,7 +73,7 @@ OF_SERVERS = {
     "malformed": 60,
     "overload": 12,
     "soak": 6,
-    "rude-clients": 10,
+    "rude-clients": 11,
     "server-defaults": 2,
     "server-restart": 2,
     "connections": 40,

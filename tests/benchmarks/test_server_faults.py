@@ -117,7 +117,7 @@ def test_a_slot_that_is_not_freed_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(rude, "AT_ONCE_S", 0.3)
     monkeypatch.setattr(rude, "QUICK", {"gone": rude.QUICK["gone while it is written"]})
     monkeypatch.setattr(rude, "_slow_ones", nothing)
-    (failure,) = tried("rude-clients", tmp_path, 4).failures
+    (failure,) = tried("rude-clients", tmp_path, 5).failures
     assert failure.startswith("gone: its slot was taken for")
 
 
@@ -128,7 +128,7 @@ def test_connections_that_are_never_closed_are_noticed(tmp_path, monkeypatch):
     assert failure == "3 of 3 idle connections are still open"
     monkeypatch.setattr(rude, "QUICK", {"reset": rude.QUICK["reset"]})
     (failure,) = tried("rude-clients", tmp_path, 4).failures
-    assert failure.startswith("2 of 3 slow clients are still connected")
+    assert failure.startswith("3 of 4 slow clients are still connected")
 
 
 def test_answers_that_a_browser_may_execute_and_names_of_the_web_are_noticed(tmp_path, monkeypatch):
