@@ -4,6 +4,7 @@ With several seeds it must do so in each of them, in the same direction.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tokendepth.analysis.windows import RESAMPLES, Estimate, excludes_zero
@@ -62,7 +63,7 @@ def _opening(tree: dict[str, Any]) -> str:
     runs, one = tree["runs"], tree["runs"][0]
     seeds = ", ".join(str(run["seed"]) for run in runs)
     return (
-        f"{tree['method']} on {one['tokens']:,} tokens of the {tree['split']} split of {tree['corpus']}, in "
+        f"{tree['method']} on {one['tokens']:,} tokens of the {tree['split']} split of {_name(tree['corpus'])}, in "
         f"{one['windows']:,} windows of up to {tree['context']}; seed{'s' if len(runs) > 1 else ''} {seeds}. As "
         f"executed, a routed block works on {shown([run['depth'] for run in runs], '.1%')} of the tokens."
     )
@@ -151,8 +152,8 @@ def _stability(runs: Sequence[dict[str, Any]]) -> str:
     if all(one["value"] == 0 for row in rows for bin in row for one in [bin["flips"]]):
         return f"After one {runs[0]['token']} is replaced, no later decision was seen to flip."
     last = rows[0][-1]
-    words = f"After one {runs[0]['token']} is replaced, {shown(near, '.1%')} of the decisions on the next one flip"
-    return f"{words}, and {shown(far, '.1%')} at a distance of {last['from']:,} to {last['to']:,}."
+    words = f"After one {runs[0]['token']} is replaced, {shown(near, '.2%')} of the decisions on the next one flip"
+    return f"{words}, and {shown(far, '.2%')} at a distance of {last['from']:,} to {last['to']:,}."
 
 
 def _skipped(runs: Sequence[dict[str, Any]]) -> str:
@@ -211,6 +212,11 @@ def _closing(runs: Sequence[dict[str, Any]]) -> str:
 def _range(values: Sequence[float], form: str) -> str:
     low, high = (format(end(values), form) for end in (min, max))
     return low if low == high else f"{low} to {high}"
+
+
+def _name(corpus: str) -> str:
+    """Of a text file, its name without the folder."""
+    return Path(corpus.removeprefix("text:")).name
 
 
 def _are(names: Sequence[str]) -> str:
