@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -275,6 +275,33 @@ class Wiki:
 
 
 @dataclass(frozen=True)
+class Analyse:
+    """Where finished runs spend their depth, as a row of results/analysis.json and on docs/WHERE_DEPTH_GOES.md."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders of one config with different seeds; fewer than three prove nothing."""
+    model: Literal["shakespeare", "enwik8", "retrofitted"]
+    """Which of the page's models they are."""
+    split: Literal["val", "test"] = "test"
+    """Which text to look at."""
+    tokens: int | None = None
+    """Take only so many tokens from the beginning of the split."""
+    corpus: str | None = None
+    """Another text than the runs' own, as text:PATH."""
+    device: str = "auto"
+    """auto takes the GPU where there is one."""
+    results: Path = Path("results")
+    """Folder of the rows. The page goes to docs/ beside it."""
+
+    def __call__(self) -> None:
+        with Progress(LOADING):
+            from paper import depth_goes
+        how = {name: getattr(self, name) for name in ("split", "tokens", "corpus", "device")}
+        depth_goes.add(self.model, self.runs, self.results, **how)
+        print(depth_goes.write(self.results, self.results.parent / "docs" / "WHERE_DEPTH_GOES.md"))
+
+
+@dataclass(frozen=True)
 class Times:
     """The time of a training step of what `depth` trains, with nothing else on the device."""
 
@@ -322,7 +349,7 @@ class Pages:
 
     def __call__(self) -> None:
         from benchmarks import speed
-        from paper import depth_page, document, generated, pages, retrofit_page, wanted
+        from paper import depth_goes, depth_page, document, generated, pages, retrofit_page, wanted
 
         docs, results = Path("docs"), Path("results")
         with Progress("making the pages"):
@@ -333,12 +360,13 @@ class Pages:
             wanted.write(results, docs / "BUDGET.md")
             depth_page.write(results, docs / "WHERE_DEPTH_PAYS.md")
             retrofit_page.write(results, docs / "RETROFIT.md")
+            depth_goes.write(results, docs / "WHERE_DEPTH_GOES.md")
 
 
 PAPER = program(
     "python -m paper",
     "The paper reproduced, every method compared, and their pages.",
-    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Stories, Tasks, Wiki, Times, Pages),
+    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Stories, Tasks, Wiki, Times, Analyse, Pages),
 )
 
 if __name__ == "__main__":

@@ -93,7 +93,12 @@ def _api() -> str:
     for name in sorted(tokendepth.__all__, key=lambda name: (name[0].isupper(), name)):  # functions first
         thing = getattr(tokendepth, name)
         words, _, example = (inspect.getdoc(thing) or "").partition(">>> ")
-        signature = "" if inspect.isclass(thing) else f"```python\ntd.{name}{_signature(thing)}\n```\n\n"
+        functions = {name: thing}
+        if inspect.ismodule(thing):  # what its functions do stands behind the module's own words
+            functions = {f"{name}.{each}": getattr(thing, each) for each in thing.__all__}
+            words = "\n\n".join([words.strip(), *(f"`{n}`: {inspect.getdoc(each)}" for n, each in functions.items())])
+        lines = "".join(f"td.{n}{_signature(each)}\n" for n, each in functions.items() if not inspect.isclass(each))
+        signature = f"```python\n{lines}```\n\n" if lines else ""
         example = textwrap.dedent(f">>> {example}").strip()
         parts.append(f"### `{name}`\n\n{signature}{words.strip()}\n\n```pycon\n{example}\n```\n")
     return "\n".join(parts)

@@ -6,34 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.analysis.made_up import estimate, nothing, quiet
 from tokendepth.analysis.summary import NUMBERS, direction, shown, summarise
-
-
-def estimate(value: float | None, low: float | None = None, high: float | None = None) -> dict:
-    return {"value": value, "low": low, "high": high}
-
-
-def nothing() -> dict:
-    return estimate(0.01, -0.02, 0.03)
-
-
-def quiet(seed: int = 0) -> dict:
-    """A run in which nothing is different from anything."""
-    group = {"tokens": 10, "share": 0.5, "depth": estimate(0.5), "difference": nothing(), "per_site": [estimate(0.5)]}
-    groups = [{**group, "group": name} for name in ("letter", "space")]
-    site = {name: nothing() for name in ("by_nothing", "by_token", "by_pair", "gain_of_token", "gain_of_previous")}
-    return {
-        "run": "x", "seed": seed, "tokens": 12345, "windows": 100, "token": "character", "sites": ["block 1"],
-        "depth": estimate(0.4, 0.38, 0.42),
-        "by": {name: {"groups": groups} for name in ("kind", "position in word")}
-        | {name: {"groups": [], "rank_correlation": nothing()} for name in NUMBERS},
-        "lookup": [{"entropy": 1.0, "share": estimate(0.6, 0.3, 0.95), "chance": 0.01, **site}],
-        "stability": [{"from": d, "to": d, "flips": estimate(0.0, 0.0, 0.0), "per_site": []} for d in (1, 2)],
-        "skipped": [
-            {"kind": kind, "tokens": 10, "skipped": estimate(0.5), "loss": nothing(), "loss_where_skipped": nothing()}
-            for kind in ("all", "letter")
-        ],
-    }  # fmt: skip
 
 
 def words(*runs: dict, kappa: dict | None = None) -> str:
@@ -43,13 +17,15 @@ def words(*runs: dict, kappa: dict | None = None) -> str:
 
 
 CLAIMS = {
-    "most for 'space'": lambda run, e: run["by"]["kind"]["groups"][1].update(difference=e),
+    "more for 'space' than for all other tokens, by": lambda run, e: run["by"]["kind"]["groups"][1].update(
+        difference=e
+    ),
     "tokens whose prediction is less certain get": lambda run, e: run["by"]["entropy of the prediction"].update(
         rank_correlation=e
     ),
     "Knowing the token before too": lambda run, e: run["lookup"][0].update(gain_of_previous=e),
     "the loss is lower by": lambda run, e: run["skipped"][0].update(loss=e),
-    "loses most after 'letter'": lambda run, e: run["skipped"][1].update(loss_where_skipped=e),
+    "after a skipped 'letter' it is lower by": lambda run, e: run["skipped"][1].update(loss_where_skipped=e),
 }
 
 
@@ -71,11 +47,11 @@ def test_a_claim_appears_exactly_when_every_seed_supports_it(claim):
 
 def test_where_nothing_differs_nothing_is_said_to():
     said = words(quiet())
-    assert "no group is set apart" in said
+    assert "no group is shown to differ" in said
     assert all(name in said.split("No relation is claimed between depth and")[1] for name in NUMBERS)
-    assert "adds nothing that a table could use" in said
+    assert "helps a table to foretell the decisions on other text is shown at no router" in said
     assert "no later decision was seen to flip" in said
-    assert "not measurably another" in said
+    assert "not shown to differ" in said
     assert "One seed: nothing here is known to hold for another." in said
     assert "12,345 tokens" in said
     assert "seed 0." in said
@@ -85,8 +61,8 @@ def test_where_nothing_differs_nothing_is_said_to():
 @pytest.mark.parametrize(
     ("share", "said"),
     [
-        ((0.95, 0.92, 0.98), "close to a lookup table is block 1"),
-        ((0.5, 0.4, 0.6), "a lookup table is no router"),
+        ((0.95, 0.92, 0.98), "block 1 is close to a lookup table"),
+        ((0.5, 0.4, 0.6), "block 1 is no lookup table"),
         ((0.9, 0.85, 0.95), None),
         ((0.95, None, None), None),
     ],
@@ -101,7 +77,7 @@ def test_a_lookup_table_is_called_one_only_by_its_interval(share, said):
 def test_a_router_that_never_decides_is_no_lookup_table():
     run = quiet()
     run["lookup"][0].update(share=estimate(None), chance=None)
-    assert "No router decides differently" in words(run)
+    assert "No router is shown to decide differently" in words(run)
 
 
 def test_a_method_that_cannot_run_everyone_says_so():
@@ -110,7 +86,7 @@ def test_a_method_that_cannot_run_everyone_says_so():
 
 def test_seeds_that_agree_beyond_chance():
     assert "Cohen's kappa 0.50" in words(quiet(), quiet(1), kappa=estimate(0.5, 0.4, 0.6))
-    assert "At no router do all seeds agree" in words(quiet(), quiet(1), kappa=nothing())
+    assert "is shown at no router for all pairs" in words(quiet(), quiet(1), kappa=nothing())
     assert "seeds 0, 1." in words(quiet(), quiet(1))
     assert "in all 2 seeds" in words(quiet(), quiet(1))
 

@@ -5,7 +5,7 @@
 >>> kinds = [["letter" if char.isalpha() else "other" for char in text]]
 >>> table = td.analysis.depth_by(trace, {"kind": kinds, "position": [list(range(len(text)))]})
 >>> [(row["group"], row["tokens"]) for row in table["kind"]["groups"]]
-[('letter', 26), ('other', 9)]
+[('letter', 27), ('other', 8)]
 >>> sorted(table["position"])
 ['groups', 'rank_correlation', 'rank_correlation_per_site']
 """

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ VERSION = 1
 
 
 def analyse(
-    runs: Sequence[Run],
+    runs: Sequence[Run | str | Path],
     *,
     split: Split = "val",
     tokens: int | None = None,
@@ -43,14 +44,15 @@ def analyse(
         raise UserError(f"split is {split!r}; expected val or test; set it with --split")
     if tokens is not None and tokens < 1:
         raise UserError(f"tokens is {tokens}; expected at least 1; set it with --tokens")
-    check_seeds(runs)
+    opened = [run if isinstance(run, Run) else Run.open(run) for run in runs]
+    check_seeds(opened)
     texts, found = [], []
-    for run in runs:
+    for run in opened:
         with Progress(f"analysing {run.path}", unit="tokens", show=show) as progress:
             text, row = _of_run(run, split, tokens, corpus, device, progress)
         texts.append(text)
         found.append(row)
-    config = runs[0].config
+    config = opened[0].config
     tree = {
         "version": VERSION,
         "method": method_name(config.method),

@@ -4,6 +4,7 @@ With several seeds it must do so in each of them, in the same direction.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tokendepth.analysis.windows import RESAMPLES, Estimate, excludes_zero
@@ -62,7 +63,7 @@ def _opening(tree: dict[str, Any]) -> str:
     runs, one = tree["runs"], tree["runs"][0]
     seeds = ", ".join(str(run["seed"]) for run in runs)
     return (
-        f"{tree['method']} on {one['tokens']:,} tokens of the {tree['split']} split of {tree['corpus']}, in "
+        f"{tree['method']} on {one['tokens']:,} tokens of the {tree['split']} split of {_name(tree['corpus'])}, in "
         f"{one['windows']:,} windows of up to {tree['context']}; seed{'s' if len(runs) > 1 else ''} {seeds}. As "
         f"executed, a routed block works on {shown([run['depth'] for run in runs], '.1%')} of the tokens."
     )
@@ -76,14 +77,15 @@ def _groups(runs: Sequence[dict[str, Any]], name: str, words: str) -> str:
             found.setdefault(row["group"], []).append(row["difference"])
     named = {group: e for group, e in found.items() if len(e) == len(runs) and direction(e)}
     if not named:
-        return f"Depth {words}: no group is set apart from the others."
+        return f"Depth {words}: no group is shown to differ from the others."
     order = sorted(named, key=lambda group: sum(one["value"] or 0 for one in named[group]))
     parts = []
     if direction(named[order[-1]]) > 0:
-        parts.append(f"most for {order[-1]!r}, {shown(named[order[-1]], '+.3f')} against all other tokens")
+        parts.append(f"more for {order[-1]!r} than for all other tokens, by {shown(named[order[-1]])}")
     if direction(named[order[0]]) < 0:
-        parts.append(f"least for {order[0]!r}, {shown(named[order[0]], '+.3f')}")
-    return f"Depth {words}: {'; '.join(parts)}."
+        less = shown([_absolute(one) for one in named[order[0]]])
+        parts.append(f"less for {order[0]!r}, by {less}")
+    return f"Depth {words}, the largest differences found: {'; '.join(parts)}."
 
 
 def _numbers(runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -113,21 +115,20 @@ def _lookup(runs: Sequence[dict[str, Any]]) -> str:
     sites = _varied(runs)
     names = runs[0]["sites"]
     if not sites:
-        return "No router decides differently for different tokens in every run."
+        return "No router is shown to decide differently for different tokens in every run."
     shares = {n: [run["lookup"][n]["share"] for run in runs] for n in sites}
     values = [one["value"] for estimates in shares.values() for one in estimates]
     chance = max(run["lookup"][n]["chance"] for run in runs for n in sites)
     words = (
         f"Which token it is explains {_range(values, '.0%')} of the entropy of a router's decision (beyond chance, "
-        f"which would seem to explain {chance:.1%} at most)"
+        f"which would seem to explain {chance:.2%} at most)"
     )
     tables = [n for n in sites if all(one["low"] is not None and one["low"] >= LOOKUP for one in shares[n])]
     others = [n for n in sites if all(one["high"] is not None and one["high"] < LOOKUP for one in shares[n])]
     if tables:
-        words += f"; close to a lookup table is {', '.join(names[n] for n in tables)}"
+        words += f"; {_are([names[n] for n in tables])} close to a lookup table"
     if others:
-        who = "no router" if len(others) == len(names) else f"not {', '.join(names[n] for n in others)}"
-        words += f"; a lookup table is {who}"
+        words += f"; {_are([names[n] for n in others])} no lookup table"
     return f"{words}."
 
 
@@ -137,7 +138,7 @@ def _previous(runs: Sequence[dict[str, Any]]) -> str:
         return ""
     helped = [estimates for estimates in gains if direction(estimates) > 0]
     if not helped:
-        return "The token before adds nothing that a table could use to foretell the decisions on other text."
+        return "That the token before helps a table to foretell the decisions on other text is shown at no router."
     values = [one["value"] for estimates in helped for one in estimates]
     return (
         f"Knowing the token before too, a table foretells the decisions on other text more often at {len(helped)} of "
@@ -151,8 +152,8 @@ def _stability(runs: Sequence[dict[str, Any]]) -> str:
     if all(one["value"] == 0 for row in rows for bin in row for one in [bin["flips"]]):
         return f"After one {runs[0]['token']} is replaced, no later decision was seen to flip."
     last = rows[0][-1]
-    words = f"After one {runs[0]['token']} is replaced, {shown(near, '.1%')} of the decisions on the next one flip"
-    return f"{words}, and {shown(far, '.1%')} at a distance of {last['from']:,} to {last['to']:,}."
+    words = f"After one {runs[0]['token']} is replaced, {shown(near, '.2%')} of the decisions on the next one flip"
+    return f"{words}, and {shown(far, '.2%')} at a distance of {last['from']:,} to {last['to']:,}."
 
 
 def _skipped(runs: Sequence[dict[str, Any]]) -> str:
@@ -162,7 +163,7 @@ def _skipped(runs: Sequence[dict[str, Any]]) -> str:
     whole = [table["all"]["loss"] for table in tables]
     sign = direction(whole)
     if not sign:
-        words = "With every token active everywhere the loss is not measurably another"
+        words = "With every token active everywhere the loss is not shown to differ"
     else:
         words = f"With every token active everywhere the loss is {'lower' if sign > 0 else 'higher'} by "
         words += f"{shown([_absolute(one) for one in whole], '.4f')} nats a token"
@@ -171,7 +172,7 @@ def _skipped(runs: Sequence[dict[str, Any]]) -> str:
     dear = [kind for kind in kinds if direction(costs[kind]) > 0]
     if dear:
         most = max(dear, key=lambda kind: min(one["value"] or 0 for one in costs[kind]))
-        words += f"; a skipped token's successor loses most after {most!r}: {shown(costs[most], '.4f')} nats"
+        words += f"; after a skipped {most!r} it is lower by {shown(costs[most], '.4f')}, the largest such figure"
     return f"{words}."
 
 
@@ -190,7 +191,9 @@ def _seeds(tree: dict[str, Any]) -> str:
     kappas = {name: [pair["per_site"][n]["kappa"] for pair in pairs] for n, name in enumerate(names)}
     alike = [name for name in names if direction(kappas[name]) > 0]
     if not alike:
-        return "At no router do all seeds agree on who is worked on more often than chance would have it."
+        return (
+            "That seeds agree on who is worked on more often than chance is shown at no router for all pairs of them."
+        )
     values = [one["value"] for name in alike for one in kappas[name]]
     return (
         f"Seeds agree on who is worked on more often than chance at {len(alike)} of {len(names)} routers: Cohen's "
@@ -209,6 +212,15 @@ def _closing(runs: Sequence[dict[str, Any]]) -> str:
 def _range(values: Sequence[float], form: str) -> str:
     low, high = (format(end(values), form) for end in (min, max))
     return low if low == high else f"{low} to {high}"
+
+
+def _name(corpus: str) -> str:
+    """Of a text file, its name without the folder."""
+    return Path(corpus.removeprefix("text:")).name
+
+
+def _are(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def _capital(text: str) -> str:

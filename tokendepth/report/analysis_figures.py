@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from tokendepth.report.figures import WIDTH, Drawing, legend_below, legend_height, render, style, wrapped
 from tokendepth.report.heatmap import SHADES
@@ -108,6 +107,7 @@ def numbers(tree: Tree) -> Drawing:
             axes.errorbar(xs, [one["value"] for one in depths], _bars(depths), **at)
         axes.set_title(name)
         axes.set_xlim(0, 1)
+        axes.set_xticks([0, 0.5, 1])
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     for place, axes in enumerate(panels.flat):
         axes.set_visible(place < len(names))
@@ -155,7 +155,9 @@ def skipped(tree: Tree) -> Drawing | None:
         places = [kinds.index(kind) + offset for kind in here]
         points = {**at, "linestyle": "none", "elinewidth": 1.1}
         axes.errorbar([one["value"] for one in estimates], places, xerr=_bars(estimates), **points)
-    _ticks(axes, kinds)
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.set_ylim(len(kinds) - 0.5, -0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.axvline(0, color=GUIDE, linewidth=0.9)
     axes.set_xlabel("loss as executed, minus with every token active (nats)")
     _legend(figure, tree)
@@ -164,8 +166,3 @@ def skipped(tree: Tree) -> Drawing | None:
         "the tokens are many enough."
     )
     return render(figure, "analysis_skipped", caption)
-
-
-def _ticks(axes: Axes, names: list[str]) -> None:
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)

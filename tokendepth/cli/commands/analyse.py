@@ -32,13 +32,12 @@ class Analyse:
     def __call__(self) -> None:
         from tokendepth.report.analysis import write_analysis
         from tokendepth.report.folder import check_extra
-        from tokendepth.runs.run import Run
 
         check_extra()
         with Progress(LOADING):
             from tokendepth.analysis import analyse
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("runs", "out")}
-        tree = analyse([Run.open(path) for path in self.runs], **settings, show=True)
+        tree = analyse(self.runs, **settings, show=True)
         with Progress("drawing the figures"):
             page = write_analysis(tree, self.out)
         for sentence in tree["summary"]:
