@@ -117,8 +117,9 @@ class Block(nn.Module):
         """Whether this is one token for each slot of a cache, and there is a fast way for it."""
         if ctx.cache is None or ctx.cache.slots is not None or ctx.varlen is not None:
             return False
-        alone = decodes_alone(h) and h.dtype == ctx.cache.keys.dtype
-        return (alone and self.kernel_weights() is not None) or decodes_by_kernel(h, self.kernel_weights())
+        if decodes_alone(h):
+            return h.dtype == ctx.cache.keys.dtype and self._is_plain()
+        return decodes_by_kernel(h, self.kernel_weights())
 
     def _decode(self, h: Tensor, ctx: Context, rows: Rows | None, keys: str, gate: Tensor | None) -> Tensor:
         inputs, active = (None, None) if rows is None else (rows.inputs, rows.active)
@@ -193,7 +194,7 @@ class Block(nn.Module):
         """For the kernels; None for a block that they do not support."""
         attention, norm = self.attention, norm_weights(self.norm_ffn)
         up, down, activation = self.ffn.kernel_weights()
-        if not is_plain(attention.qkv, attention.out, up, down):
+        if not self._is_plain():
             return None
         query, query_bias = attention.query_weights()
         by_head = (None, 0.0) if attention.norm_q is None else (attention.norm_q.weight, attention.norm_q.eps)
@@ -201,6 +202,10 @@ class Block(nn.Module):
             attention.n_head, query, attention.out.weight, *norm, up.weight, up.bias, down.weight, down.bias,
             activation, query_bias, *by_head, attention.out.bias, self.rotary,
         )  # fmt: skip
+
+    def _is_plain(self) -> bool:
+        up, down, _ = self.ffn.kernel_weights()
+        return is_plain(self.attention.qkv, self.attention.out, up, down)
 
     def site(self, name: str, keys: int, *, routed: bool, router: float = 0.0) -> Site:
         """What one token costs here when it attends over `keys` keys."""

@@ -143,7 +143,7 @@ def operands(
         random(batch, 1, d),
         NormWeights(random(d), None if modern else random(d), eps),
         keys,
-        CacheLayer(*cache, seen, window),
+        CacheLayer(cache[0], cache[1], seen, window),
         writes,
         columns,
         (angles.cos(), angles.sin()) if modern else None,
@@ -338,6 +338,7 @@ def compared(name: str, kind: dict[str, Any], to: tuple[torch.dtype, str]) -> di
         alone, wanted = before.to(*to), before.to(torch.float64)
         found, x = alone.inputs("kernel", routed=False), wanted.inputs("reference", routed=False).x
         active = alone.active
+        assert active is not None
         errors["x of the active"] = error(found.x[active], x[active.cpu()]), error(by_library["x"], expected["x"])
         for part in ("keys", "values"):
             now, was = (getattr(one.layer, part).transpose(1, 2) for one in (alone, before))

@@ -45,7 +45,7 @@ def decode_block(
     its own key. Returns h with the active rows replaced; it may overwrite h.
     """
     if backend == "auto":
-        backend = "kernel" if h.is_cuda else "eager"
+        backend = "kernel" if serves(h) else "eager"
     if backend == "kernel":
         from tokendepth.ops.decode_block.kernel import kernel as run
     elif backend == "eager":

@@ -4,7 +4,8 @@ Returns at once where nobody is active: a kernel for each step would take as lon
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 import torch
 import triton
@@ -287,26 +288,25 @@ def _block(
     states = h.new_empty(batch, d, dtype=torch.float32)
     attended, hidden = h.new_empty(batch, q_out), h.new_empty(batch, ff)
     flags = seen.view(torch.uint8)
-    rotate = cos is not None and sin is not None
+    rotation = (h, h) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     given = (h if tensor is None else tensor for tensor in (query_bias, query_norm))
     with torch.cuda.device_of(h):
         _work[(programs,)](
             h, x.contiguous(), keys, values, flags, columns.contiguous(), flags_of(active, flags),
-            h if gate is None else gate.contiguous(), *((cos.contiguous(), sin.contiguous()) if rotate else (h, h)),
-            width // 2 if rotate and len(cos) > 1 else 0, query, *given, query_eps, w_out,
-            h if out_bias is None else out_bias, norm, norm if norm_bias is None else norm_bias, eps, up,
-            h if up_bias is None else up_bias, down, h if down_bias is None else down_bias, q, partial, attended,
-            states, hidden, met, arrived, batch, window, max(programs, FEWEST_PARTS), 1.4426950408889634 * width**-0.5,
-            *keys.stride()[:3], seen.stride(0),
+            h if gate is None else gate.contiguous(), *rotation, width // 2 if cos is not None and len(cos) > 1 else 0,
+            query, *given, query_eps, w_out, h if out_bias is None else out_bias, norm,
+            norm if norm_bias is None else norm_bias, eps, up, h if up_bias is None else up_bias, down,
+            h if down_bias is None else down_bias, q, partial, attended, states, hidden, met, arrived, batch, window,
+            max(programs, FEWEST_PARTS), 1.4426950408889634 * width**-0.5, *keys.stride()[:3], seen.stride(0),
             ALL=active is None, GATE=gate is not None, QUERY_BIAS=query_bias is not None,
-            QUERY_NORM=query_norm is not None, ROTATE=rotate, OUT_BIAS=out_bias is not None, RMS=norm_bias is None,
-            UP_BIAS=up_bias is not None, DOWN_BIAS=down_bias is not None, ACTIVATION=ACTIVATIONS.index(activation),
-            D=d, HEADS=heads, SHARING=heads // kv_heads, HALF=width // 2, FF=ff, SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits), BLOCK_W=triton.next_power_of_2(width), KEYS=KEYS,
-            BLOCK_B=triton.next_power_of_2(batch), BLOCK_Q=columns_of(q_out, programs, batch),
+            QUERY_NORM=query_norm is not None, ROTATE=cos is not None, OUT_BIAS=out_bias is not None,
+            RMS=norm_bias is None, UP_BIAS=up_bias is not None, DOWN_BIAS=down_bias is not None,
+            ACTIVATION=ACTIVATIONS.index(activation), D=d, HEADS=heads, SHARING=heads // kv_heads, HALF=width // 2,
+            FF=ff, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_W=triton.next_power_of_2(width),
+            KEYS=KEYS, BLOCK_B=triton.next_power_of_2(batch), BLOCK_Q=columns_of(q_out, programs, batch),
             BLOCK_O=columns_of(d, programs, batch), BLOCK_U=columns_of(ff, programs, batch, len(up) // ff),
-            LINES=lines_of(d),
-            Q_LINES=lines_of(q_out), FF_LINES=lines_of(ff), FETCH=h.is_cuda, **overlapped(h), **launch(h),
+            LINES=lines_of(d), Q_LINES=lines_of(q_out), FF_LINES=lines_of(ff), FETCH=h.is_cuda, **overlapped(h),
+            **launch(h),
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tokendepth.ops.block_inputs import BlockInputs, NormWeights, RouterWeights, Threshold
-from tokendepth.ops.launch import unknown_backend
+from tokendepth.ops.launch import serves, unknown_backend
 from tokendepth.ops.sparse_block import Rotation
 
 __all__ = ["CacheLayer", "KeyWeights", "decode_inputs"]
@@ -58,7 +58,7 @@ def decode_inputs(
     """
     assert (router is None) == (threshold is None), "a router decides by a threshold"
     if backend == "auto":
-        backend = "kernel" if h.is_cuda else "eager"
+        backend = "kernel" if serves(h) else "eager"
     if backend == "kernel":
         from tokendepth.ops.decode_inputs.kernel import kernel as run
     elif backend == "eager":

@@ -3,7 +3,8 @@ themselves. The last of the router's programs to end adds up what they found, an
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 import torch
 import triton
@@ -183,20 +184,20 @@ def _inputs(
     grid = (routing + 2 * heads * triton.cdiv(half, pairs),)
     _, arrived = counters(h.device, programs_at_once(h.device))
     flags = seen.view(torch.uint8)
-    rotate = cos is not None and sin is not None
+    rotation = (h, h) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     with torch.cuda.device_of(h):
         _enter[grid](
             h, norm, norm if norm_bias is None else norm_bias, eps, w, w if b is None else b,
             w if head_norm is None else head_norm, head_eps, keys, values, flags, writes.contiguous(),
-            flags_of(leaving, flags), flags_of(given, flags),
-            *((cos.contiguous(), sin.contiguous()) if rotate else (h, h)), half if rotate and len(cos) > 1 else 0,
-            *(router or [h] * 4), h if threshold is None else threshold, number,
-            flags_of(valid, flags), partial, arrived, x, logit, keep, active.view(torch.uint8), batch,
-            *keys.stride()[:3], seen.stride(0), RMS=norm_bias is None, D=d, HEADS=heads, HALF=half, BIAS=b is not None,
-            HEAD_NORM=head_norm is not None, ROTATE=rotate, LEAVING=leaving is not None, ALL=given is None, UNITS=units,
-            NORMED=normed, BY=by, INCLUSIVE=inclusive, VALID=valid is not None, BLOCK_B=triton.next_power_of_2(batch),
-            BLOCK_P=pairs, BLOCK_U=UNITS, BLOCK_R=triton.next_power_of_2(max(1, routing)), LINES=lines_of(d),
-            FETCH=h.is_cuda, **overlapped(h), **sizes,
+            flags_of(leaving, flags), flags_of(given, flags), *rotation,
+            half if cos is not None and len(cos) > 1 else 0, *(router or [h] * 4),
+            h if threshold is None else threshold, number, flags_of(valid, flags), partial, arrived, x, logit, keep,
+            active.view(torch.uint8), batch, *keys.stride()[:3], seen.stride(0), RMS=norm_bias is None, D=d,
+            HEADS=heads, HALF=half, BIAS=b is not None, HEAD_NORM=head_norm is not None, ROTATE=cos is not None,
+            LEAVING=leaving is not None, ALL=given is None, UNITS=units, NORMED=normed, BY=by, INCLUSIVE=inclusive,
+            VALID=valid is not None, BLOCK_B=triton.next_power_of_2(batch), BLOCK_P=pairs, BLOCK_U=UNITS,
+            BLOCK_R=triton.next_power_of_2(max(1, routing)), LINES=lines_of(d), FETCH=h.is_cuda, **overlapped(h),
+            **sizes,
         )  # fmt: skip
     return made
 

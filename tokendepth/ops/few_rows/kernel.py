@@ -4,7 +4,8 @@ One token alone (BLOCK_M = 1) is multiplied without tensor cores, so that all of
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from functools import cache
 
