@@ -49,7 +49,7 @@ def test_where_nothing_differs_nothing_is_said_to():
     said = words(quiet())
     assert "no group is shown to differ" in said
     assert all(name in said.split("No relation is claimed between depth and")[1] for name in NUMBERS)
-    assert "helps a table to foretell the decisions on other text is shown at no router" in said
+    assert "helps a table to foretell the decisions on other text is shown at no routed block" in said
     assert "no later decision was seen to flip" in said
     assert "not shown to differ" in said
     assert "One seed: nothing here is known to hold for another." in said
@@ -86,7 +86,7 @@ def test_a_method_that_cannot_run_everyone_says_so():
 
 def test_seeds_that_agree_beyond_chance():
     assert "Cohen's kappa 0.50" in words(quiet(), quiet(1), kappa=estimate(0.5, 0.4, 0.6))
-    assert "is shown at no router for all pairs" in words(quiet(), quiet(1), kappa=nothing())
+    assert "is shown at no routed block for all pairs" in words(quiet(), quiet(1), kappa=nothing())
     assert "seeds 0, 1." in words(quiet(), quiet(1))
     assert "in all 2 seeds" in words(quiet(), quiet(1))
 

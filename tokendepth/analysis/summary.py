@@ -138,11 +138,13 @@ def _previous(runs: Sequence[dict[str, Any]]) -> str:
         return ""
     helped = [estimates for estimates in gains if direction(estimates) > 0]
     if not helped:
-        return "That the token before helps a table to foretell the decisions on other text is shown at no router."
+        return (
+            "That the token before helps a table to foretell the decisions on other text is shown at no routed block."
+        )
     values = [one["value"] for estimates in helped for one in estimates]
     return (
         f"Knowing the token before too, a table foretells the decisions on other text more often at {len(helped)} of "
-        f"{len(gains)} routers: by {_range(values, '.1%')} of the tokens."
+        f"{len(gains)} routed blocks: by {_range(values, '.1%')} of the tokens."
     )
 
 
@@ -191,13 +193,11 @@ def _seeds(tree: dict[str, Any]) -> str:
     kappas = {name: [pair["per_site"][n]["kappa"] for pair in pairs] for n, name in enumerate(names)}
     alike = [name for name in names if direction(kappas[name]) > 0]
     if not alike:
-        return (
-            "That seeds agree on who is worked on more often than chance is shown at no router for all pairs of them."
-        )
+        return "That seeds agree on who is worked on more often than chance is shown at no routed block for all pairs."
     values = [one["value"] for name in alike for one in kappas[name]]
     return (
-        f"Seeds agree on who is worked on more often than chance at {len(alike)} of {len(names)} routers: Cohen's "
-        f"kappa {_range(values, '.2f')} there (0 is chance, 1 the same decisions)."
+        f"Seeds agree on who is worked on more often than chance at {len(alike)} of {len(names)} routed blocks: "
+        f"Cohen's kappa {_range(values, '.2f')} there (0 is chance, 1 the same decisions)."
     )
 
 
