@@ -119,7 +119,7 @@ def test_a_run_without_its_figures_says_how_to_get_them(tmp_path, capsys):
 
 
 def test_at_full_activity_the_kernels_compute_the_dense_model():
-    dense = forward._built(SMALL["paper"].model, DenseConfig(), torch.device("cpu"))
+    dense = forward.built(SMALL["paper"].model, DenseConfig(), torch.device("cpu"))
     ids = torch.arange(10).view(2, 5)
     with torch.no_grad():
         torch.testing.assert_close(forward._at_full_activity(dense, ids), dense(ids).logits)

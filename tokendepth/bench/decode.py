@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tokendepth.bench.forward import (
     TOLERANCE,
-    _as_served,
-    _built,
-    _evaluated,
+    as_served,
+    built,
+    figures_of,
     parse_batches,
     parse_fractions,
 )
@@ -107,7 +107,7 @@ def measure(
         raise UserError(f"--shapes {','.join(shapes)} is for a GPU; expected --device cuda, or --batches 1 to try it")
     with Progress("bench decode", len(cells), unit="batch sizes") as progress:
         for name, batch, context in cells:
-            adaptive = _built(SHAPES[name].model, TSAConfig(), device)
+            adaptive = built(SHAPES[name].model, TSAConfig(), device)
             dice = torch.Generator().manual_seed(0)
             sites = sum(site.routed for site in adaptive.method.sites(keys=1))
             draws = torch.rand(STEPS, sites, batch, 1, generator=dice).to(device)
@@ -131,14 +131,14 @@ def measure_run(
     run, device = Run.open(path), choose_device(device_name)
     with Progress(f"reading {path} and its corpus"):
         dataset, trained = dataset_of(run, corpus), load_model(run, device)
-    served = _as_served(copy.deepcopy(trained))
+    served = as_served(copy.deepcopy(trained))
     if device.type == "cuda" and not served.can_be_captured:
         raise UserError(
             f"{path} cannot be timed on a GPU, where a step is one graph: expected a method that decides "
             "on the device, d_model and d_ff multiples of 64 and heads of 16 numbers or more; take --device cpu"
         )
     text, _ = next(batches(dataset, "val", run.config.model.context, device))
-    budgets = list(_evaluated(run)) if run.evaluation else [None]
+    budgets = list(figures_of(run)) if run.evaluation else [None]
     sizes = batches_asked or [batch for batch in (1, 8, 64) if batch <= len(text)]
     if max(sizes) > len(text):
         raise UserError(f"--batches asks for {max(sizes)} sequences; {path} is timed on {len(text)} at the most")
@@ -294,7 +294,7 @@ def _dense_conditions(
 ) -> dict[tuple[str, float | None], Callable[[], object]]:
     """The router-free model in every form that might be the fastest, for as many steps."""
     device = tokens.device
-    dense = _built(config, DenseConfig(), device)
+    dense = built(config, DenseConfig(), device)
 
     def steps(static: StaticDense) -> Callable[[], object]:
         return captured(lambda: [static.step(step) for step in tokens], device)

@@ -114,7 +114,7 @@ def measure(
     with Progress("bench forward", len(cells), unit="batch sizes") as progress:
         for name, batch in cells:
             model = SHAPES[name].model
-            adaptive = _built(model, TSAConfig(), device)
+            adaptive = built(model, TSAConfig(), device)
             ids, draws = _random(model, batch, len(adaptive.method.routers()), device)
             cases: dict[float | None, Tensor | None] = {fraction: draws < fraction for fraction in fractions}
             for row in _compared(name, adaptive, ids, cases):
@@ -139,7 +139,7 @@ def measure_run(
         raise UserError(f"{path} is not evaluated; run: tokendepth evaluate {path} --curve")
     with Progress(f"reading {path} and its corpus"):
         dataset, trained = dataset_of(run, corpus), load_model(run, device)
-    served = _as_served(copy.deepcopy(trained))
+    served = as_served(copy.deepcopy(trained))
     if device.type == "cuda" and not served.can_be_captured:
         raise UserError(
             f"{path} cannot be timed on a GPU, where a pass is one graph: expected method dense, tsa or budget, "
@@ -147,7 +147,7 @@ def measure_run(
         )
     split: Split = "val"
     text, _ = next(batches(dataset, split, run.config.model.context, device))
-    evaluated = _evaluated(run)
+    evaluated = figures_of(run)
     sizes = batches_asked or [batch for batch in SHAPES["paper"].batches if batch <= len(text)]
     if max(sizes, default=0) > len(text):
         raise UserError(f"--batches asks for {max(sizes)} sequences; {path} is timed on {len(text)} at the most")
@@ -167,7 +167,7 @@ def measure_run(
             progress.advance()
 
 
-def _evaluated(run: Run) -> dict[float | None, dict[str, Row]]:
+def figures_of(run: Run) -> dict[float | None, dict[str, Row]]:
     """Loss and skipped work on the whole validation text, by the budget that is timed (None: the run's own)."""
 
     def figures(at: Row, execution: str) -> Row:
@@ -201,11 +201,11 @@ def write_row(results: Path, row: Row) -> Row:
     return row
 
 
-def _built(model: ModelConfig, method: Any, device: torch.device) -> LanguageModel:
-    return _as_served(build(RunConfig(model=model, method=method)).to(device).eval())
+def built(model: ModelConfig, method: Any, device: torch.device) -> LanguageModel:
+    return as_served(build(RunConfig(model=model, method=method)).to(device).eval())
 
 
-def _as_served(model: LanguageModel) -> LanguageModel:
+def as_served(model: LanguageModel) -> LanguageModel:
     """In the fastest precision of its device."""
     return model.bfloat16() if model.norm.weight.is_cuda else model
 
@@ -287,7 +287,7 @@ def _compared(
 
 def _dense_conditions(config: ModelConfig, ids: Tensor) -> dict[tuple[str, float | None], Condition]:
     """The router-free model in every form that might be the fastest."""
-    dense = _built(config, DenseConfig(), ids.device)
+    dense = built(config, DenseConfig(), ids.device)
     static = torch.compile(dense, dynamic=False)
     found: dict[tuple[str, float | None], Condition] = {
         ("dense", None): lambda: dense(ids),
@@ -297,7 +297,7 @@ def _dense_conditions(config: ModelConfig, ids: Tensor) -> dict[tuple[str, float
         full = torch.compile(_at_full_activity, dynamic=False)
         found["own kernels at full activity", None] = lambda: full(dense, ids)
     else:
-        packed = compiled(_built(config, DenseConfig(), ids.device))
+        packed = compiled(built(config, DenseConfig(), ids.device))
         found["compiled dense, packed", None] = lambda: packed(ids)
     return found
 
