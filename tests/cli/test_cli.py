@@ -213,19 +213,6 @@ def test_demo_trains_evaluates_and_reports_and_does_not_repeat_itself(tmp_path, 
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "demo").glob("demo.*/*")} == stamps
 
 
-def test_a_demo_that_is_interrupted_says_so_in_one_line(tmp_path, capsys, monkeypatch):
-    from tokendepth.errors import Interrupted
-
-    def stopped(config, out, **_):
-        raise Interrupted(2, 7, out)
-
-    monkeypatch.setattr("tokendepth.training.loop.train", stopped)
-    with pytest.raises(SystemExit) as stop:
-        main(["demo", "--out", str(tmp_path)])
-    assert stop.value.code == 130
-    assert "SIGINT after step 7" in capsys.readouterr().err
-
-
 def test_an_evaluation_is_printed_even_where_it_cannot_be_kept(run, capsys, monkeypatch):
     def full(*_):
         raise UserError("no space is left")

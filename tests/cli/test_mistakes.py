@@ -59,7 +59,7 @@ def test_the_temperatures_at_the_ends(temperature, run, capsys):
         (
             BENCHMARKS,
             ["faults", "--scale", "2", "--only", ""],
-            "--only has '': no such fault; expected one of damage, ",
+            "--only has '': no such fault; expected one of connections, ",
         ),
         (BENCHMARKS, ["faults", "--scale", "2", "--only", "kill,"], "--only has '': no such fault"),
         (PAPER, ["reproduce", "all", "--seeds", "100000000"], "--seeds is 100000000; expected a number from 1 to 1000"),
