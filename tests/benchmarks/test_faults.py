@@ -353,7 +353,7 @@ def test_a_wrong_choice_is_one_line(only, scale, said, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--only", "sleep"], "--only has 'sleep': no such fault; expected one of damage"),
+        (["--only", "sleep"], "--only has 'sleep': no such fault; expected one of connections"),
         (["--only", ""], "--only has ''"),
         (["--scale", "lots"], "lots"),
         (["--scale", "0"], "--scale is 0; expected a number above 0, up to 1"),

@@ -121,12 +121,12 @@ def test_an_evaluated_run_has_its_results_on_its_card(tmp_path, capsys):
 
 
 def test_the_command_on_the_card_is_the_runs_config(exported, runs):
-    from tokendepth.cli.commands.one import _config
+    from tokendepth.cli.commands.one import config_of
     from tokendepth.cli.main import parse
 
     card = (exported / "README.md").read_text()
     command = card.split("## How it was trained")[1].split("```")[1].split("\ntokendepth evaluate")[0]
-    config = _config(parse(command.replace("\\\n", " ").split()[1:]).recipe)
+    config = config_of(parse(command.replace("\\\n", " ").split()[1:]).recipe)
     assert config.model == runs["char"].config.model
     assert config.train == runs["char"].config.train
     assert config.method == runs["char"].config.method == TSAConfig(depth_penalty=0.1)

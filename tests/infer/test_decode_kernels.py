@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_contract import CASES, DEPTH, SPREAD, TIME, VOCABULARY, enlivened
+from tests.test_contract import CASES, DEPTH, SPREAD, TIME, VOCABULARY, enlivened, tokens
 from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig, RunConfig
 from tokendepth.infer.engine import decode_one, prefill
@@ -59,7 +59,7 @@ def _compared(case: str, block: str) -> tuple[float, int, dict[str, int]]:
 
     depth = DEPTH.get(case, 3)
     config = RunConfig(model=replace(BLOCKS[block], n_layer=depth), method=CASES[case])
-    model = enlivened(build(config).eval(), SPREAD.get(case, 1.0))
+    model = enlivened(build(config).eval(), tokens(64), SPREAD.get(case, 1.0))
     ids = torch.randint(VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(1))
     prompts, error, differs, kernels = [ids[0, :4].tolist(), ids[1, :2].tolist()], 0.0, 0, Counter()
     cache = KVCache(model.config, 2, TIME, layers=model.method.cache_layers, like=model.norm.weight, fixed=True)
