@@ -88,7 +88,6 @@ CASES["itt-router"] = ITTConfig(steps=2, every=1, decides="router")
 CASES["span-boundary"] = SpanConfig(decide="boundary", carry="smooth", ratio_loss=0.0)
 CASES["span-gain"] = SpanConfig(decide="gain", keys="all", carry="none")
 CASES["span-dice"] = SpanConfig(decide="dice", budget=0.5, keys="all", carry="none")
-CASES["span-bypass"] = SpanConfig(decide="gain", carry="none", bypass=True)
 # Every method, and the ways to run a block that its default does not take: given rows, given keys.
 ON_MODERN = [*METHODS, "budget-plain", "budget-random", "mor-token-shared"]
 CASES |= {f"{name} modern": CASES[name] for name in ON_MODERN if name in CASES}

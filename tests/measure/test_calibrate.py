@@ -63,6 +63,7 @@ def test_the_dial_sets_another(run, budget):
     assert found["tlops_skipped"] == pytest.approx((1 - budget) * 2 / 3, abs=0.01), "two of three blocks are routed"
 
 
+@pytest.mark.slow
 def test_a_curve_holds_every_budget_and_costs_rise_with_it(run):
     curve = evaluate(run, timing=False, curve=True)["curve"]
     assert [point["budget"] for point in curve] == [0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
@@ -82,6 +83,7 @@ def stretches(tmp_path_factory) -> Run:
     return train(config, folder / "run", show=False)
 
 
+@pytest.mark.slow
 def test_a_text_whose_windows_differ_is_looked_at_for_longer(stretches, run, monkeypatch):
     looked_at = []
 
