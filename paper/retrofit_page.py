@@ -222,6 +222,9 @@ def section(base: Base, search: Path) -> str:
         f"{base.name}: width {model.d_model}, context {model.context}, on {_corpus(base.config)}; {train.steps:,} "
         f"steps of {train.batch_size} sequences, each contender at the learning rate of its search."
     )
+    seen = next((stat for one in CONTENDERS if (stat := base.stat(one.name, None, _tokens))), None)
+    if seen is not None:
+        words += f" Measured on the first {int(seen.mean):,} tokens of the test split."
     if untouched is not None:
         words += f" The untouched model has a loss of {untouched.mean:.4f} on this text."
     tried = f"The search, {SHORT:.2f} of the steps, seed 0:\n\n{searched(search, base)}"
@@ -230,6 +233,10 @@ def section(base: Base, search: Path) -> str:
 
 def _untouched(row: Row) -> float | None:
     return row["evaluation"].get("untouched", {}).get("loss")
+
+
+def _tokens(row: Row) -> float | None:
+    return row["evaluation"].get("tokens")
 
 
 def _corpus(config: RunConfig) -> str:
