@@ -134,14 +134,20 @@ def study(*, budgets: str = BUDGETS, seeds: int = SEEDS, results: Path = Path("r
 
 def choices(path: Path, base: Run) -> dict[str, tuple[float, Setting]]:
     """For each contender that was searched: the rate and setting with the lowest loss on validation text."""
+    tries = {one.name: one.tries() for one in CONTENDERS}
+    searched = search_losses(path, base.fingerprint)
+    return {name: tries[name][min(losses, key=losses.__getitem__)] for name, losses in searched.items()}
+
+
+def search_losses(path: Path, sha256: str) -> dict[str, dict[int, float]]:
+    """By contender and number of the try, of the base whose weights have this SHA-256."""
     found: dict[str, dict[int, float]] = {}
     for row in read_rows(path) if path.exists() else []:
         retrofit = from_dict(row["config"]).retrofit
-        if retrofit is not None and retrofit.sha256 == base.fingerprint:
+        if retrofit is not None and retrofit.sha256 == sha256:
             name, _, number = row["name"].rsplit("-", 2)
             found.setdefault(name, {})[int(number.removeprefix("try"))] = row["evaluation"]["sparse"]["loss"]
-    tries = {one.name: one.tries() for one in CONTENDERS}
-    return {name: tries[name][min(losses, key=losses.__getitem__)] for name, losses in found.items()}
+    return found
 
 
 class _Study:

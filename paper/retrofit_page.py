@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paper.comparison import table, wrapped
 from paper.evidence import NOT_RUN, needs_report_extra, show
-from paper.retrofit import CONTENDERS, ROWS, SEARCH_ROWS, SEEDS, SHORT
+from paper.retrofit import CONTENDERS, ROWS, SEARCH_ROWS, SEEDS, SHORT, search_losses
 from tokendepth.config import RunConfig, from_dict
 from tokendepth.report.figures import Drawing
 from tokendepth.report.summary import DASH, Stat
@@ -195,13 +195,8 @@ def losses(base: Base) -> str:
 
 def searched(path: Path, base: Base) -> str:
     """What the search tried, and the lowest loss of each contender in bold: its choice."""
-    found: dict[str, dict[int, float]] = {}
-    for row in read_rows(path) if path.exists() else []:
-        retrofit = from_dict(row["config"]).retrofit
-        if retrofit is not None and base.config.retrofit is not None and retrofit.sha256 == base.config.retrofit.sha256:
-            name, _, number = row["name"].rsplit("-", 2)
-            found.setdefault(name, {})[int(number.removeprefix("try"))] = row["evaluation"]["sparse"]["loss"]
-    rows = []
+    assert base.config.retrofit is not None
+    found, rows = search_losses(path, base.config.retrofit.sha256), []
     for one in CONTENDERS:
         losses = found.get(one.name, {})
         if not one.default or one.like:
