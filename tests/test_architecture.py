@@ -24,6 +24,7 @@ LAYERS: tuple[set[str], ...] = (
     {"__main__"},
     {"cli"},
     {"api"},
+    {"explore"},
     {"recipes", "report", "importing", "hf", "serve", "analysis", "bench"},
     {"infer", "measure", "training"},
     {"methods", "data", "model"},
@@ -44,7 +45,7 @@ LAYERS: tuple[set[str], ...] = (
 )
 BESIDE = {"paper", "benchmarks", "tests"}  # not in the wheel: they import the package, never the other way round
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-SATELLITES = LAYERS[3]  # these never import each other; the units of every other layer may
+SATELLITES = LAYERS[4]  # these never import each other; the units of every other layer may
 ONLY = {"recipes": {"config", "errors"}, "report": {"config", "runs", "trace", "errors"}}
 
 TORCH_FREE = LAYERS[-1] | {"recipes", "report"}
@@ -54,9 +55,9 @@ CONFINED = {  # third-party package -> the only files in tokendepth/ that may im
     "transformers": r"(hf|importing)/.+",
     "matplotlib": r"report/.+",
     "jinja2": r"(report|serve)/.+",
-    "fastapi": r"serve/.+",
-    "starlette": r"serve/.+",
-    "uvicorn": r"serve/.+",
+    "fastapi": r"(serve|explore)/.+",
+    "starlette": r"(serve|explore)/.+",
+    "uvicorn": r"(serve|explore)/.+",
     "tyro": r"cli/.+",
     "peft": r"hf/.+",
     "accelerate": r"hf/.+",

@@ -19,7 +19,7 @@ from benchmarks.faults.malformed import is_shaped
 from benchmarks.faults.outcome import Outcome, Tell
 from benchmarks.faults.servers import AT_ONCE_S, SLACK_S, Served, expected, head, is_closed, sent
 from tokendepth.runs.run import Run
-from tokendepth.serve import app, connections, server
+from tokendepth.serve import connections, guard, server
 
 MORE_THAN_BUFFERS = 64 * 2**20
 """Bytes that the kernel does not keep for a connection that nobody reads from."""
@@ -128,7 +128,7 @@ def _slow_ones(served: Served, count: int, outcome: Outcome) -> None:
             client.sendall(head(10)[:30] if number % 2 else head(10_000) + b"{")
         served.seconds_until(0)  # those that do not read hold no slot
         outcome.check(served.complete(max_tokens=1).status == 200, "nobody else is served")
-        limit = max(app.BODY_SECONDS, server.IDLE_SECONDS, connections.READ_SECONDS + server.IDLE_SECONDS) + SLACK_S
+        limit = max(guard.BODY_SECONDS, server.IDLE_SECONDS, connections.READ_SECONDS + server.IDLE_SECONDS) + SLACK_S
         last = time.monotonic() + limit
         while time.monotonic() < last:
             time.sleep(min(1.0, limit / 20))

@@ -18,7 +18,7 @@ from benchmarks.faults.registry import FAULTS
 from tests.benchmarks.test_faults import OF_SERVERS, nothing
 from tests.serve.conftest import serving
 from tokendepth.runs.run import Run
-from tokendepth.serve import app, asked, connections, server
+from tokendepth.serve import app, asked, connections, guard, server
 from tokendepth.serve.errors import Refusal
 from tokendepth.serve.service import Limits, Service
 from tokendepth.serve.worker import Worker
@@ -44,7 +44,7 @@ def in_this_process(run: Run, *words: str) -> Iterator[servers.Served]:
 def _small(run, monkeypatch):
     monkeypatch.setattr(servers, "run_to_serve", lambda folder: run)
     monkeypatch.setattr(servers, "serving", in_this_process)
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.5)
     monkeypatch.setattr(connections, "READ_SECONDS", 0.5)
     monkeypatch.setattr(server, "IDLE_SECONDS", 1)
     for module in (crowds, rude):
@@ -73,7 +73,7 @@ def test_nothing_is_lost(name, tmp_path, monkeypatch):
 
 def test_a_fault_of_the_server_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(asked, "_short", lambda value: 1 / 0)
-    monkeypatch.setattr(app, "log_fault", nothing)
+    monkeypatch.setattr(guard, "log_fault", nothing)
     failures = tried("malformed", tmp_path, 30).failures
     assert any(failure.endswith(": 500") for failure in failures)
 
@@ -96,7 +96,7 @@ def test_a_queue_without_a_bound_is_noticed(tmp_path, monkeypatch):
 
 def test_a_refusal_without_a_time_to_come_back_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(crowds, "ROOMS", ((1, 0),))
-    monkeypatch.setattr(app, "_busy", lambda *_: Refusal(429, "busy"))
+    monkeypatch.setattr(app, "busy", lambda *_: Refusal(429, "busy"))
     assert any("refused by 429" in failure for failure in tried("overload", tmp_path).failures)
 
 
@@ -132,15 +132,15 @@ def test_connections_that_are_never_closed_are_noticed(tmp_path, monkeypatch):
 
 
 def test_answers_that_a_browser_may_execute_and_names_of_the_web_are_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(app, "_is_loopback", lambda name: True)
-    real = app._refused
+    monkeypatch.setattr(guard, "_is_loopback", lambda name: True)
+    real = guard.refused
 
     def as_a_page(refusal):
         answer = real(refusal)
         answer.headers["content-type"] = "text/html"
         return answer
 
-    monkeypatch.setattr(app, "_refused", as_a_page)
+    monkeypatch.setattr(guard, "refused", as_a_page)
     failures = tried("server-defaults", tmp_path, 1).failures
     assert any("'text/html'" in failure for failure in failures)
     assert any("to the name evil.example" in failure for failure in failures)

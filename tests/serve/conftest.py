@@ -13,6 +13,7 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed")
 pytest.importorskip("openai", reason="the openai client is not installed")
 
 import openai
+from fastapi import FastAPI
 
 from tests.tiny import tiny
 from tokendepth.config import BudgetConfig
@@ -22,6 +23,7 @@ from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import load_model
 from tokendepth.runs.machine import choose_device
 from tokendepth.runs.run import Run
+from tokendepth.serve.app import create_app
 from tokendepth.serve.server import listening, server
 from tokendepth.serve.service import Limits, Service
 from tokendepth.training.loop import train
@@ -32,6 +34,7 @@ class Served:
     service: Service
     port: int
     key: str | None
+    app: FastAPI
 
     @property
     def url(self) -> str:
@@ -51,14 +54,15 @@ class Served:
 @contextlib.contextmanager
 def serving(service: Service, key: str | None = None) -> Iterator[Served]:
     with listening("127.0.0.1", 0) as listener:
-        running = server(service, key)
+        app = create_app(service, key)
+        running = server(app)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not running.started:
             assert thread.is_alive()
             time.sleep(0.01)
         try:
-            yield Served(service, listener.getsockname()[1], key)
+            yield Served(service, listener.getsockname()[1], key, app)
         finally:
             running.should_exit = True
             thread.join(20)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.faults.malformed import is_shaped
 from tests.serve.conftest import Served, serving
 from tests.serve.test_faults import GOOD, head, post
-from tokendepth.serve import app, connections, server
+from tokendepth.serve import connections, guard, server
 from tokendepth.serve.service import Limits, Service
 
 pytestmark = [pytest.mark.xdist_group("serve"), pytest.mark.slow]
@@ -72,7 +72,7 @@ def test_a_head_has_to_come_whole_in_time_at_first_and_after_an_answer(run, monk
                 assert time.monotonic() - start < 3, "nobody closed it"
                 assert not first or answer.startswith(b"HTTP/1.1 200")
         with connected(found) as patient:  # one that asks in time is answered, however long its answer takes
-            monkeypatch.setattr(app, "BODY_SECONDS", 3.0)
+            monkeypatch.setattr(guard, "BODY_SECONDS", 3.0)
             body = json.dumps({**GOOD, "max_tokens": 1}).encode()
             patient.sendall(head(len(body)) + body[:-1])
             time.sleep(1.5)
@@ -81,19 +81,19 @@ def test_a_head_has_to_come_whole_in_time_at_first_and_after_an_answer(run, monk
 
 
 def test_bodies_that_arrive_together_are_bounded(run, monkeypatch):
-    monkeypatch.setattr(app, "BODIES_AT_ONCE", 2)
+    monkeypatch.setattr(guard, "BODIES_AT_ONCE", 2)
     with serving(Service.of(run, "cpu", Limits(slots=1, body=1000))) as found:
         waiting = [connected(found) for _ in range(2)]
         for client in waiting:
             client.sendall(head(1000) + b" " * 990)
-        while found.service.arriving < 2 * 990:
+        while found.app.state.guard.arriving < 2 * 990:
             time.sleep(0.01)
         answer = post(found, {**GOOD, "max_tokens": 1})
         assert (answer.status_code, is_shaped(answer.content)) == (429, True)
         assert "too many bodies arrive at once" in answer.text
         for client in waiting:
             client.close()
-        while found.service.arriving:
+        while found.app.state.guard.arriving:
             time.sleep(0.01)
         assert post(found, {**GOOD, "max_tokens": 1}).status_code == 200
 

@@ -18,7 +18,7 @@ from benchmarks.faults.malformed import attack, is_shaped
 from tests.cli.test_mistakes import refused
 from tests.serve.conftest import Served, serving
 from tokendepth.infer.engine import Engine
-from tokendepth.serve import app, server
+from tokendepth.serve import guard, server
 from tokendepth.serve.service import Limits, Service
 
 pytestmark = [pytest.mark.xdist_group("serve"), pytest.mark.slow]
@@ -121,7 +121,7 @@ def test_a_body_that_is_too_large_is_cut_off_whether_it_says_its_length_or_not(r
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(served: Served, monkeypatch):
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", served.port)) as client:
         client.sendall(head(50) + b"{")
         client.settimeout(10)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from tokendepth.errors import UserError
 from tokendepth.progress import Progress
@@ -50,16 +51,21 @@ def serve(
             print("tokendepth: others can reach this address; set TOKENDEPTH_API_KEY to ask for a key", file=sys.stderr)
         shown = f"[{address}]" if ":" in address else address
         print(f"serving {service.name} at http://{shown}:{port}/v1; Ctrl-C ends it", flush=True)
-        try:
-            server(service, api_key).run(sockets=[listener])
-        except KeyboardInterrupt:  # raised again when everything has ended
-            sys.exit(128 + signal.SIGINT)
+        run_until_stopped(create_app(service, api_key), listener)
 
 
-def server(service: Service, api_key: str | None = None) -> uvicorn.Server:
+def run_until_stopped(app: FastAPI, listener: socket.socket) -> None:
+    """By a signal; what is in flight may go on for a while."""
+    try:
+        server(app).run(sockets=[listener])
+    except KeyboardInterrupt:  # raised again when everything has ended
+        sys.exit(128 + signal.SIGINT)
+
+
+def server(app: FastAPI) -> uvicorn.Server:
     """Nothing of a request is logged; connections that are not used are closed."""
     config = uvicorn.Config(
-        create_app(service, api_key),
+        app,
         http=Connection,
         ws="none",
         headers=[("X-Content-Type-Options", "nosniff")],

@@ -48,8 +48,6 @@ class Service:
         self.engine, self.name, self.limits, self.budgets = engine, name, limits, budgets or {}
         self.metrics = Metrics(limits.slots)
         self.worker = Worker(engine, queue=limits.queue, seconds=limits.seconds, metrics=self.metrics)
-        self.arriving = 0
-        """Bytes of bodies that are not whole yet; counted by the event loop alone."""
         self.sites = [site.name for site in engine.model.method.sites(keys=1)]
 
     @classmethod

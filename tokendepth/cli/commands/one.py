@@ -1,10 +1,12 @@
 """Commands about one run: train it, measure it, look at it, use it."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
@@ -328,20 +330,47 @@ class Serve:
         check_range("queue", self.queue, 0, 10**6)
         check_range("max_tokens", self.max_tokens, 1, 10**9)
         check_range("seconds", self.seconds, 0.1, 10**6)
-        with Progress(LOADING):
-            try:
-                from tokendepth.serve.server import serve
-                from tokendepth.serve.service import Limits
-            except ModuleNotFoundError as error:
-                if error.name not in ("fastapi", "uvicorn", "starlette"):
-                    raise
-                missing = f"serve needs the package {error.name}, not installed"
-                raise UserError(f"{missing}; pip install 'tokendepth[serve]'") from None
+        with Progress(LOADING), serve_extra("serve"):
+            from tokendepth.serve.server import serve
+            from tokendepth.serve.service import Limits
         limits = Limits(self.slots, self.queue, self.max_tokens, self.seconds)
         options = {"device": self.device, "name": self.name, "execution": self.execution}
         options["speculate"] = draft_share(self.speculate)
         key = os.environ.get("TOKENDEPTH_API_KEY") or None
         serve(self.run, host=self.host, port=self.port, limits=limits, api_key=key, **options)
+
+
+@dataclass(frozen=True)
+class Explore:
+    """Open a page that shows how deep runs go for every token of a text that you type; docs/EXPLORE.md."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders; two of them can be seen side by side."""
+    port: int = 8001
+    """Of this machine alone; 0 takes a free one."""
+    open: bool = True
+    """Also open the page in a browser, where there is a screen."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+
+    def __call__(self) -> None:
+        if not self.runs:
+            raise UserError("explore needs a run folder; tokendepth train and demo make them")
+        with Progress(LOADING), serve_extra("explore"):
+            from tokendepth.explore.server import explore
+        explore(self.runs, port=self.port, device=self.device, browser=self.open)
+
+
+@contextlib.contextmanager
+def serve_extra(command: str) -> Iterator[None]:
+    """Around imports of the extra `serve`: one line where it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "uvicorn", "starlette"):
+            raise
+        missing = f"{command} needs the package {error.name}, not installed"
+        raise UserError(f"{missing}; pip install 'tokendepth[serve]'") from None
 
 
 @dataclass(frozen=True)
