@@ -11,16 +11,15 @@ from tokendepth.cli.commands.one import (
     Demo,
     Doctor,
     Evaluate,
-    Explore,
     Export,
     Generate,
     Import,
     Report,
-    Serve,
     Train,
 )
 from tokendepth.cli.commands.retrofit import Retrofit
 from tokendepth.cli.commands.score import Score
+from tokendepth.cli.commands.serve import Explore, Serve
 
 COMMANDS: tuple[type, ...] = (
     Demo,
