@@ -198,14 +198,19 @@ def test_a_text_is_written_with_its_depth_and_kept(page):
     assert len(page.input_value("#text")) >= len("ten green bottles") + 6  # bytes that are no text are one character
 
 
-def test_writing_can_be_stopped(page, site, monkeypatch):
+@pytest.mark.parametrize("by", ["the button", "another text"])
+def test_writing_can_be_stopped(page, site, monkeypatch, by):
     engine = site.explored[0].service.engine
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.1), step())[1])
     typed(page, "ten")
     panel(page).get_by_role("button", name="Continue the text").click()
     playwright.expect(panel(page).locator(".token.written").nth(2)).to_be_visible()
-    panel(page).get_by_role("button", name="Stop").click()
+    if by == "the button":
+        panel(page).get_by_role("button", name="Stop").click()
+    else:
+        typed(page, "eleven")
+        playwright.expect(panel(page).locator(".token.written")).to_have_count(0)
     playwright.expect(panel(page).get_by_role("button", name="Continue the text")).to_be_visible()
     assert panel(page).locator(".token.written").count() < 32
     deadline = time.monotonic() + 10

@@ -83,13 +83,15 @@ function Panel({ number, run, text, setText, tell }) {
   const [reading, setReading] = useState(false);
   const [place, setPlace] = useState(null);
   const [written, setWritten] = useState([]);
-  const [writing, setWriting] = useState(null); // what stops it
+  const [writing, setWriting] = useState(false);
   const [length, setLength] = useState(100);
   const [temperature, setTemperature] = useState(0.8);
   const first = useRef(true);
+  const pen = useRef(new AbortController()); // stops what is being written
 
   useEffect(() => {
     const abort = new AbortController();
+    pen.current.abort(); // it goes on from another text, or at another budget
     const timer = setTimeout(async () => {
       setReading(true);
       try {
@@ -106,23 +108,23 @@ function Panel({ number, run, text, setText, tell }) {
     first.current = false;
     return () => { clearTimeout(timer); abort.abort(); };
   }, [number, text, execution, point]);
-  useEffect(() => () => writing && writing.abort(), [writing]);
+  useEffect(() => () => pen.current.abort(), []);
 
   const write = async () => {
-    const abort = new AbortController();
+    pen.current = new AbortController();
     const room = Math.min(Math.max(1, length), Math.max(1, Math.floor(run.context / 2)));
-    setWriting(abort);
+    setWriting(true);
     setWritten([]);
     setMessage("");
     try {
       await followed(`runs/${number}/v1/completions`, {
         model: run.name, prompt: result.ids.slice(-(run.context - room)), max_tokens: room, temperature,
         stream: true, depth: true, logprobs: 5, ...(point !== null && run.dial.writes ? { budget: point } : {}),
-      }, abort.signal, (tokens) => setWritten(tokens));
+      }, pen.current.signal, setWritten);
     } catch (error) {
       if (error.name !== "AbortError") setMessage(error.message);
     }
-    setWriting(null);
+    setWriting(false);
   };
 
   const view = useMemo(() => result && columns(result, written, row), [result, written, row]);
@@ -158,7 +160,7 @@ function Panel({ number, run, text, setText, tell }) {
         <label>temperature <input type="number" min="0" max="2" step="0.1" value=${temperature}
           onInput=${(e) => setTemperature(Math.min(2, Math.max(0, Number(e.target.value) || 0)))} /></label>
         ${writing
-          ? html`<button type="button" class="stop" onClick=${() => writing.abort()}>Stop</button>`
+          ? html`<button type="button" class="stop" onClick=${() => pen.current.abort()}>Stop</button>`
           : html`<button type="button" class="go" onClick=${write}>Continue the text</button>`}
         ${written.length > 0 && !writing && html`<button type="button" class="keep"
           onClick=${() => setText(text + written.map((token) => token.text).join(""))}>Keep it</button>`}
