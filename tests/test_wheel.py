@@ -99,11 +99,12 @@ def test_every_command_works(installed):
         ["generate", "runs/one", "--budget", "0.6", "--tokens", "5"],
         ["report", "runs/one", "--out", "page"],
         ["sweep", cell, "--seeds", "1", "--out", "swept"],
-        ["train", "demo.dense", "--out", "runs/plain", *SMALL],  # compiled in one form only
+        ["train", "demo.dense", "--out", "runs/plain", *SMALL],
         ["evaluate", "runs/plain"],
         ["bench", "forward", "--run", "runs/plain", "--batches", "1", "--json"],
     ]
-    done = installed("-c", COMMANDS, json.dumps(commands), "0")
+    # What PyTorch makes of compiled code does not depend on where this package lies.
+    done = installed("-c", COMMANDS, json.dumps(commands), "0", TORCH_COMPILE_DISABLE="1")
     printed = {words[0]: said for words, said in zip(commands, done.stdout.split("\0"), strict=False)}
     assert json.loads(printed["describe"])
     assert printed["generate"]

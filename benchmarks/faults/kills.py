@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.faults.commands import train_words
 from benchmarks.faults.outcome import Hang, NotTried, Outcome, Tell, package_environment, subject
 from benchmarks.faults.processes import Server, check_killed
 from tokendepth.config import METHOD_CONFIGS, RunConfig
@@ -95,26 +96,16 @@ SPARE_RESTARTS = 3
 def kill_rank(folder: Path, count: int, tell: Tell) -> Outcome:
     """A random one of two ranks under torchrun is killed; torchrun starts both again, and they resume."""
     outcome, dice = Outcome(), random.Random(1)
-    corpus = subject(folder).data.corpus
-    line = f"--data.corpus {corpus} --model.d-model 32 --model.n-layer 3 --model.n-head 4 --model.d-ff 64 "
-    line += "--model.context 16 --model.dropout 0.1 --train.steps 60 --train.batch-size 4 --train.eval-every 20 "
-    line += "--train.checkpoint-every 1 --train.device cpu --train.lr 0.01 --train.log-every 1 --resume"
+    config = subject(folder, steps=60, eval_every=20)
 
     def launch(out: Path, log: Path) -> subprocess.Popen:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["--max-restarts", str(count + SPARE_RESTARTS), "-m", "tokendepth", "train", "demo.tsa"]
+        command += ["--max-restarts", str(count + SPARE_RESTARTS), "-m", "tokendepth", *train_words(config, out)]
         with open(log, "wb") as file:
-            return subprocess.Popen(
-                [*command, *line.split(), "--out", str(out)],
-                cwd=folder,
-                env=package_environment(),
-                stdout=file,
-                stderr=file,
-            )
+            return subprocess.Popen(command, cwd=folder, env=package_environment(), stdout=file, stderr=file)
 
-    expected = Run(folder / "expected")
-    code = _ended(launch(expected.path, folder / "expected.log"))
-    outcome.check(code == 0, f"the undisturbed run ended with code {code}")
+    with Server(folder) as server:
+        expected = server.finish(config, folder / "expected", do="together", world=2)
     finished = 0
     while outcome.attempts < count:
         run, log = Run(folder / f"killed-{finished}"), folder / f"killed-{finished}.log"

@@ -84,8 +84,6 @@ def signal_in_backward(order: Order) -> Callable[[Any], None]:
 
 
 def train(order: Order) -> int:
-    if threads := order.get("threads"):
-        torch.set_num_threads(threads)  # what this machine would choose
     told(order, Run, "save_checkpoint", after="saved")
     told(order, module._Training, "_step", before="step")
     told(order, module.StopSignals, "_note", after="noted")
@@ -144,6 +142,11 @@ def gradient(order: Order, rank: int) -> None:
     ranks.leave()
 
 
+def together(order: Order, rank: int) -> None:
+    """Train to the end."""
+    module.train(from_dict(order["config"]), order["out"], resume=True, show=False)
+
+
 def batches(order: Order, rank: int) -> None:
     """Train, and keep what each rank's training asked its dataset for, step by step, in OUT-RANK.safetensors."""
     seen, real = {}, module._Training._batch
@@ -154,7 +157,7 @@ def batches(order: Order, rank: int) -> None:
         return inputs, targets
 
     module._Training._batch = noted
-    module.train(from_dict(order["config"]), order["out"], resume=True, show=False)
+    together(order, rank)
     Path(f"{order['out']}-{rank}.safetensors").write_bytes(serialize(seen))
 
 
@@ -199,6 +202,7 @@ DO: dict[str, Callable[[Order], int]] = {
     "train": train,
     "gradient": lambda order: over_ranks(order, gradient),
     "batches": lambda order: over_ranks(order, batches),
+    "together": lambda order: over_ranks(order, together),
     "command": command,
 }
 
@@ -214,6 +218,7 @@ def main() -> None:
             code = 1
             with contextlib.suppress(BaseException):  # a process that fails must not go on as a second server
                 try:
+                    torch.set_num_threads(order.get("threads", 1))  # what this machine would choose
                     say(order, "pid", os.getpid())
                     code = DO[order["do"]](order)
                 except BaseException:

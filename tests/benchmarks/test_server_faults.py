@@ -123,6 +123,8 @@ def test_a_slot_that_is_not_freed_is_noticed(tmp_path, monkeypatch):
 
 def test_connections_that_are_never_closed_are_noticed(tmp_path, monkeypatch):
     """uvicorn's own closes none that has not asked for anything, or whose answer is not read."""
+    for module in (crowds, rude):
+        monkeypatch.setattr(module, "SLACK_S", 0.2)  # it would not close them later either
     monkeypatch.setattr(server, "Connection", H11Protocol)
     (failure,) = tried("connections", tmp_path, 3).failures
     assert failure == "3 of 3 idle connections are still open"

@@ -1,6 +1,7 @@
 """Miniatures that take no longer than they must, and one of the whole reproduction for all who look at it."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,21 +10,25 @@ from matplotlib.figure import Figure
 from paper.__main__ import PAPER
 from tokendepth.cli.main import main
 from tokendepth.measure import calibrate
+from tokendepth.training import loop
 
 
 @pytest.fixture
-def undrawn(monkeypatch) -> None:
-    """Figures of no bytes, for whoever looks only at the pages around them."""
-    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
-    monkeypatch.setattr(Figure, "draw_without_rendering", lambda _: None)
+def undrawn() -> Iterator[pytest.MonkeyPatch]:
+    """Figures of no bytes, for whoever looks only at the pages around them; with `undo` they are drawn again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda *_, **__: None)
+        patch.setattr(Figure, "draw_without_rendering", lambda _: None)
+        yield patch
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_tokens_to_calibrate_on():
-    """The thresholds of a miniature need not hold on other text."""
+def _few_tokens():
+    """The thresholds of a miniature need not hold on other text, and nobody looks at its losses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "FIRST_TOKENS", 2**10)
         patch.setattr(calibrate, "MOST_TOKENS", 2**10)
+        patch.setattr(loop, "VALIDATION_TOKENS", 2**10)
         yield
 
 

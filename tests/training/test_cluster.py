@@ -22,7 +22,7 @@ from tokendepth.recipes import variants
 from tokendepth.runs.run import Run
 from tokendepth.training import cluster as cluster_module
 from tokendepth.training.cluster import RayJob, RayPool
-from tokendepth.training.sweep import train_and_evaluate
+from tokendepth.training.sweep import sweep, train_and_evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.xdist_group("cluster")
@@ -85,7 +85,7 @@ def cluster() -> Iterator[Cluster]:
 class Sweep:
     """`tokendepth sweep` in a process of its own, with its runs."""
 
-    def __init__(self, folder: Path, on: str, *, seeds: int = 2, out: str = "out", **changes: object) -> None:
+    def __init__(self, folder: Path, on: str, *, seeds: int = 2, connect: str = "", **changes: object) -> None:
         tiny(folder)  # for its corpus
         settings = {
             "data.corpus": "text:corpus.txt", "model.context": 16, "model.d-model": 16, "model.n-layer": 2,
@@ -93,9 +93,9 @@ class Sweep:
         }  # fmt: skip
         self.cell = ":".join(["demo.dense", *(f"{key}={value}" for key, value in settings.items())])
         self.seeds, self.folder, self.out = seeds, folder, folder / "out"
-        words = ["sweep", self.cell, "--seeds", str(seeds), "--out", out, "--on", on]
+        words = ["sweep", self.cell, "--seeds", str(seeds), "--out", "out", "--on", on]
         script = "import sys; from tokendepth.cli.main import main; from tokendepth.training import cluster; "
-        script += "cluster.LOST_S = 1; "
+        script += f"cluster.LOST_S, cluster.LOOK_EVERY_S, cluster.CONNECT = 1, 0.2, {connect!r}; "
         with (folder / "stderr").open("w") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", script + "main(sys.argv[1:])", *words],
@@ -136,17 +136,17 @@ def parent(process: int) -> int:
 
 @pytest.fixture
 def sweep_on(cluster, tmp_path) -> Iterator[Callable[..., Sweep]]:
-    """Begins a sweep on the cluster."""
+    """Begins a sweep on the cluster. It does not ask beforehand whether that answers, but where `connect` says how."""
     begun = []
 
-    def begin(**changes: object) -> Sweep:
-        begun.append(Sweep(tmp_path, f"ray:{cluster.address}", **changes))
+    def begin(name: str = "", **changes: object) -> Sweep:
+        begun.append(Sweep(tmp_path / name, f"ray:{cluster.address}", **changes))
         return begun[-1]
 
     yield begin
-    for sweep in begun:
-        sweep.process.kill()
-        sweep.process.communicate()
+    for one in begun:
+        one.process.kill()
+        one.process.communicate()
 
 
 @needs_ray
@@ -154,7 +154,7 @@ def sweep_on(cluster, tmp_path) -> Iterator[Callable[..., Sweep]]:
 def test_a_run_whose_node_dies_goes_on_on_the_other_and_all_end_in_the_bits_of_serial_ones(
     cluster, sweep_on, tmp_path, monkeypatch
 ):
-    sweep = sweep_on()
+    sweep = sweep_on(connect=cluster_module.CONNECT)
     processes = sweep.pause()
     seen = {run.name: run.metrics()[: saved_step(run)] for run in sweep.runs()}
     tasks = {process: parent(process) for process in processes.values()}
@@ -183,22 +183,26 @@ def test_a_run_whose_node_dies_goes_on_on_the_other_and_all_end_in_the_bits_of_s
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_sweep_that_is_stopped_or_killed_stops_its_tasks_and_can_go_on(sweep_on, number):
+def test_sweeps_that_are_stopped_or_killed_stop_their_tasks_and_can_go_on(sweep_on):
+    """At the same time, each on a node: most of it is waiting."""
     changes = {"train.steps": 100_000, "train.checkpoint-every": 200}
-    sweep = sweep_on(seeds=1, **changes)
-    (process,) = sweep.pause().values()
-    os.kill(process, signal.SIGCONT)
-    sweep.process.send_signal(number)
-    code, _, err = sweep.end()
-    if number == signal.SIGINT:
-        assert code == 130
-        assert "every run in out is saved; repeat the command to go on" in err
-        assert not is_alive(process)
-        assert any(saved_step(run) % 200 for run in sweep.runs()), "what is saved between was saved because of the stop"
-    else:
-        wait_until(lambda: not is_alive(process))
-    for run in sweep.runs():
+    sweeps = {number: sweep_on(number.name, seeds=1, **changes) for number in (signal.SIGINT, signal.SIGKILL)}
+    tasks = {}
+    for number, one in sweeps.items():
+        (tasks[number],) = one.pause().values()
+    for number, one in sweeps.items():
+        os.kill(tasks[number], signal.SIGCONT)
+        one.process.send_signal(number)
+    code, _, err = sweeps[signal.SIGINT].end()
+    assert code == 130
+    assert "every run in out is saved; repeat the command to go on" in err
+    assert not is_alive(tasks[signal.SIGINT])
+    (stopped,) = sweeps[signal.SIGINT].runs()
+    assert saved_step(stopped) % 200, "what is saved between was saved because of the stop"
+    sweeps[signal.SIGKILL].end()
+    wait_until(lambda: not is_alive(tasks[signal.SIGKILL]))
+    for one in sweeps.values():
+        (run,) = one.runs()
         checkpoint, skipped = run.load_checkpoint()
         assert checkpoint
         assert checkpoint.step > 0
@@ -207,20 +211,20 @@ def test_a_sweep_that_is_stopped_or_killed_stops_its_tasks_and_can_go_on(sweep_o
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "out", "says"),
-    [
-        ({"train.device": "cuda"}, "out", "has no GPU"),
-        # To each process another folder, as on machines that share none.
-        ({}, "/proc/self/cwd/out", "does not see /proc/self/cwd/out; choose an --out that all nodes share"),
-    ],
-)
-def test_what_a_cluster_lacks_is_said_in_one_line(sweep_on, changes, out, says, tmp_path):
-    code, _, err = sweep_on(out=out, **changes).end()
-    (line,) = [line for line in err.splitlines() if line.startswith("tokendepth: ")]
-    assert code == 2
-    assert says in line
-    assert "Traceback" not in err
+def test_what_a_cluster_lacks_is_said_in_one_line(cluster, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cluster_module, "CONNECT", "")
+    config = tiny(tmp_path)
+    on_gpu = override(config, {"train.device": "cuda"})
+    with pytest.raises(UserError) as refused, RayPool(cluster.address, {"a": on_gpu}, None, tmp_path, show=False):
+        pass
+    assert "has no GPU" in one_line(refused.value)
+    # To each process another folder, as on machines that share none.
+    out = Path("/proc/self/cwd/out")
+    with pytest.raises(UserError) as refused:
+        sweep({"a": config}, out, on=f"ray:{cluster.address}", show=False)
+    assert f"does not see {out}; choose an --out that all nodes share" in one_line(refused.value)
+    assert "Traceback" not in capfd.readouterr().err
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -245,7 +249,7 @@ def pool(on: str, folder: Path) -> RayPool:
 @needs_ray
 @pytest.mark.slow
 def test_an_address_at_which_nobody_answers_is_given_up_soon(tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster_module, "CONNECT_S", 3)
+    monkeypatch.setattr(cluster_module, "CONNECT_S", 1)
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{deaf.getsockname()[1]}"
@@ -255,7 +259,7 @@ def test_an_address_at_which_nobody_answers_is_given_up_soon(tmp_path, monkeypat
         deaf.listen()
         with pytest.raises(UserError) as silent, pool(address, tmp_path):
             pass
-        assert f"{address} did not answer within 3 s" in one_line(silent.value)
+        assert f"{address} did not answer within 1 s" in one_line(silent.value)
 
 
 def test_where_no_cluster_runs_it_says_how_to_start_one(tmp_path, monkeypatch):

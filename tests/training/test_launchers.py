@@ -6,30 +6,35 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.commands import train_words
 from tests.processes import is_alive, saved_step, wait_until
-from tests.tiny import hashes, steady, write_corpus
+from tests.tiny import hashes, steady, tiny
+from tokendepth.config import RunConfig
 from tokendepth.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN = (
-    "-m tokendepth train demo.tsa --resume --data.corpus text:corpus.txt --model.d-model 16 --model.n-layer 2 "
-    "--model.n-head 2 --model.d-ff 16 --model.context 16 --model.dropout 0.1 --train.steps 200 --train.batch-size 4 "
-    "--train.eval-every 50 --train.checkpoint-every 10 --train.log-every 1 --train.device cpu --out"
-)
 
 
 @pytest.fixture
-def launch(tmp_path) -> Iterator[Callable[[str, str], subprocess.Popen]]:
+def config(tmp_path) -> RunConfig:
+    small = {"d_model": 16, "n_layer": 2, "n_head": 2, "d_ff": 16, "dropout": 0.1}
+    return replace(tiny(tmp_path, **small, steps=200, eval_every=50, checkpoint_every=10), recipe="demo.tsa")
+
+
+@pytest.fixture
+def launch(config, tmp_path) -> Iterator[Callable[[str], subprocess.Popen]]:
     # Without the variable, launchers that have restarted a different number of times do not find each other.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     launched = []
 
-    def torchrun(how: str, out: str) -> subprocess.Popen:
-        words = [sys.executable, "-m", "torch.distributed.run", *how.split(), *TRAIN.split(), out]
+    def torchrun(how: str) -> subprocess.Popen:
+        words = [sys.executable, "-m", "torch.distributed.run", *how.split()]
+        words += ["-m", "tokendepth", *train_words(config, tmp_path / "run")]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         launched.append(subprocess.Popen(words, cwd=tmp_path, env=environment, **quiet))
         return launched[-1]
@@ -45,18 +50,19 @@ def ranks(launcher: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("cluster")  # it waits most of its time, and would do so alone if it were the last
-def test_after_one_of_two_launchers_died_another_joins_and_the_run_ends_in_the_same_bits(tmp_path, launch):
-    write_corpus(tmp_path)
-    assert launch("--standalone --nproc-per-node 2", "undisturbed").wait(120) == 0
+@pytest.mark.xdist_group("processes")
+def test_after_one_of_two_launchers_died_another_joins_and_the_run_ends_in_the_same_bits(
+    server, config, launch, tmp_path
+):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     how = f"--nnodes 2 --nproc-per-node 1 --max-restarts 2 --rdzv-backend c10d --rdzv-endpoint localhost:{port}"
-    run, undisturbed = Run(tmp_path / "run"), Run(tmp_path / "undisturbed")
-    first = launch(how, "run")
+    how += " --rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=5"  # who is silent for so many seconds is dead
+    run = Run(tmp_path / "run")
+    first = launch(how)
     wait_until(lambda: listens(port))  # it keeps the rendezvous: with that one gone, nobody could join
-    second = launch(how, "run")
+    second = launch(how)
     wait_until(lambda: saved_step(run))
     (rank,) = ranks(second)
     os.kill(rank, signal.SIGKILL)
@@ -70,7 +76,8 @@ def test_after_one_of_two_launchers_died_another_joins_and_the_run_ends_in_the_s
     second.wait(60)
     wait_until(lambda: not any(map(is_alive, lost)))
     assert not run.finished
-    third = launch(how, "run")
+    third = launch(how)
+    undisturbed = server.finish(config, tmp_path / "undisturbed", do="together", world=2)
     assert (first.wait(120), third.wait(120)) == (0, 0)
     assert run.env["ranks"] == 2
     assert steady(run.metrics()) == steady(undisturbed.metrics())

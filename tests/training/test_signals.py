@@ -2,7 +2,6 @@
 
 import faulthandler
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -173,24 +172,3 @@ def test_under_nohup_a_closed_terminal_stops_nothing(undisturbed, tmp_path):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 143, said
     assert "SIGTERM after step" in said
-
-
-@pytest.mark.slow
-def test_ranks_stop_at_the_same_step_whichever_was_asked(undisturbed, tmp_path):
-    """Only the second of them gets the signal; the first one writes the checkpoint, and says so."""
-    config, _ = undisturbed
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process, run = start(torchrun, config, tmp_path / "run", steps=200_000), Run(tmp_path / "run")
-    wait_for_step(process, run, 2)
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes():
-            os.kill(int(child), signal.SIGHUP)
-            break
-    else:
-        pytest.fail("no second rank")
-    _, said = process.communicate(timeout=120)
-    (step,) = re.findall(r"^tokendepth: SIGHUP after step (\d+): ", said, re.MULTILINE)
-    checkpoint, _ = run.load_checkpoint()
-    assert checkpoint is not None
-    assert checkpoint.step == int(step)
-    assert str(ROOT / "tokendepth") not in said, "torchrun has a traceback of its own, we have none"

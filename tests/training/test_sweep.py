@@ -97,7 +97,7 @@ def grid(folder: Path) -> dict[str, RunConfig]:
 
 
 @pytest.mark.slow
-def test_nothing_is_done_twice_and_a_failure_stops_nothing(tmp_path):
+def test_nothing_is_done_twice_and_a_failure_stops_nothing(tmp_path, monkeypatch):
     configs, out = grid(tmp_path), tmp_path / "sweep"
     heard: list[str] = []
     outcome = sweep(configs, out, workers=2, each=lambda run: heard.append(run.name), show=False)
@@ -110,10 +110,12 @@ def test_nothing_is_done_twice_and_a_failure_stops_nothing(tmp_path):
     kept = hashes(out / "dense")
     shutil.rmtree(out / "budget")
     configs.pop("broken")
+    monkeypatch.setattr(sweep_module, "LocalPool", Here)
     again = sweep(configs, out, workers=2, show=False)
     assert [run.name for run in again.runs] == ["dense", "budget"]
     assert hashes(out / "dense") == kept
     started = time.perf_counter()
+    monkeypatch.undo()
     assert not sweep(configs, out, show=False).failed
     assert time.perf_counter() - started < 2, "nothing left to do takes no process"
 

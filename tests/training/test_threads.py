@@ -2,17 +2,20 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.faults.commands import train_words
 from benchmarks.faults.stopped import stopped_run
+from tests.processes import wait_until
 from tests.tiny import tiny
 from tokendepth.config import RunConfig
 from tokendepth.runs.run import Run
@@ -102,33 +105,41 @@ def test_what_is_no_number_of_threads_is_none(begun):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("cluster")  # as test_launchers.py
-def test_another_omp_num_threads_changes_no_bit(tmp_path):
-    """torchrun sets it to 1, where a user has not."""
-    corpus, steps = tiny(tmp_path).data.corpus, 60
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    line = "-m tokendepth train demo.tsa --model.d-model 32 --model.n-layer 3 --model.n-head 4 --model.d-ff 64 "
-    line += "--model.context 16 --train.batch-size 4 --train.device cpu --train.checkpoint-every 10000 "
-    line += f"--train.eval-every 10000 --train.log-every 1 --train.steps {steps} --data.corpus {corpus} --resume --out"
+@pytest.mark.xdist_group("processes")
+def test_ranks_stop_at_the_same_step_and_go_on_in_the_same_bits_with_another_omp_num_threads(server, tmp_path):
+    """Asked are the second rank alone, then torchrun, which asks both, and which sets the variable to 1 by itself."""
+    config = replace(tiny(tmp_path, steps=150, eval_every=10_000, checkpoint_every=10_000), recipe="demo.tsa")
+    run, torchrun = Run(tmp_path / "run"), ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-    def start(name: str, threads: int | None) -> subprocess.Popen:
+    def start(**threads: str) -> subprocess.Popen:
         environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
         environment |= {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"}  # there are more threads than cores
-        environment |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        command = [*launch, *line.split(), name]
-        return subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, *torchrun, "-m", "tokendepth", *train_words(config, run.path)]
+        return subprocess.Popen(command, env={**environment, **threads}, stderr=subprocess.PIPE, text=True)
 
-    undisturbed = start("undisturbed", 2)
-    _, said = undisturbed.communicate(timeout=120)
-    assert undisturbed.returncode == 0, said
-    stopped, run = start("run", 2), Run(tmp_path / "run")
-    while stopped.poll() is None and not run.metrics():
-        time.sleep(0.02)
-    stopped.send_signal(signal.SIGTERM)
-    _, said = stopped.communicate(timeout=120)
-    assert "SIGTERM after step" in said
-    resumed = start("run", None)
-    _, said = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, said
+    def stopped(process: subprocess.Popen, name: str, ask: Callable[[], None]) -> str:
+        """Ask it to stop once it has gone on; returns what was said."""
+        before = len(run.metrics())
+        wait_until(lambda: len(run.metrics()) > before or process.poll() is not None)
+        ask()
+        _, said = process.communicate(timeout=120)
+        (step,) = re.findall(rf"^tokendepth: {name} after step (\d+): ", said, re.MULTILINE)
+        checkpoint, _ = run.load_checkpoint()
+        assert checkpoint is not None
+        assert checkpoint.step == int(step) > before
+        assert str(ROOT / "tokendepth") not in said, "torchrun has a traceback of its own, we have none"
+        return said
+
+    first = start(OMP_NUM_THREADS="2")
+    stopped(first, "SIGHUP", lambda: os.kill(second_rank(first), signal.SIGHUP))
+    again = start()
+    said = stopped(again, "SIGTERM", again.terminate)
     assert said.count("it goes on with the 2 CPU threads it began with, not with 1") == 1
-    assert weights(run) == weights(Run(tmp_path / "undisturbed"))
+    undisturbed = server.finish(config, tmp_path / "undisturbed", do="together", world=2, threads=2)
+    assert weights(server.finish(config, run.path, do="together", world=2)) == weights(undisturbed)
+
+
+def second_rank(torchrun: subprocess.Popen) -> int:
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    (found,) = [child for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()]
+    return int(found)
