@@ -84,7 +84,10 @@ def installed(wheel, tmp_path_factory):
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"tokendepth", wheel.name.split("-py3")[0] + ".dist-info"}
-    assert {"tokendepth/py.typed", "tokendepth/report/page.html"} <= set(names)
+    assert {"tokendepth/py.typed", "tokendepth/report/page.html", "tokendepth/explore/LICENSES.txt"} <= set(names)
+    page = {f"tokendepth/explore/page/{path.name}" for path in (ROOT / "tokendepth/explore/page").iterdir()}
+    assert page <= set(names)
+    assert len(page) > 5
     assert {name.rsplit("/", 1)[-1] for name in names if "/licenses/" in name} == {"LICENSE", "NOTICE"}
 
 
