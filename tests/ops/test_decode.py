@@ -234,6 +234,7 @@ def cases() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
     """By case and result: the errors of kernel and library, and what had to stay the same and did not."""
     assert set(measured) == set(cases())
