@@ -27,8 +27,9 @@ demo: $(VENV)/.installed-demo
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
 
+# Slower tests wait for other processes much of the time, so three workers keep two cores busy.
 test-all: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check

@@ -10,8 +10,8 @@ import pytest
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 
-# A shell that starts a command in the background makes it ignore the keyboard's signals, nohup the loss of the terminal,
-# and its children inherit that.
+# A shell that starts a command in the background makes it ignore the keyboard's signals, and nohup that its terminal is
+# gone; children inherit that.
 _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGQUIT: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 for _number, _usual in _USUAL.items():
     if signal.getsignal(_number) is signal.SIG_IGN:

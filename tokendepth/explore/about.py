@@ -4,7 +4,7 @@ from typing import Any
 
 from tokendepth.report.headline import headline
 from tokendepth.report.records import Record
-from tokendepth.report.summary import Row, columns, group, notes
+from tokendepth.report.summary import DASH, Row, columns, group, notes
 from tokendepth.runs.run import Run
 
 CURVES = {
@@ -28,7 +28,8 @@ def about(run: Run) -> dict[str, Any]:
 
 
 def _cells(row: Row) -> list[dict[str, str]]:
-    return [{"group": each.group, "title": each.short, "value": row.cell(each)} for each in columns([row])]
+    found = [{"group": each.group, "title": each.short, "value": row.cell(each)} for each in columns([row])]
+    return [cell for cell in found if cell["value"] != DASH]
 
 
 def _over_steps(record: Record, title: str) -> dict[str, Any]:

@@ -84,7 +84,8 @@ export function saveSvg(views) {
       box(x, top, size * CHARACTER, LINE, token.work ? ACTIVE : "none", 0.72 * (token.depth || 0));
       write(x, top + 14, piece);
       if (token.work) token.work.forEach((value, n) => {
-        box(x, top + LINE + n * high, size * CHARACTER, high - 1, value ? ACTIVE : SKIPPED.slice(0, 7), value ? 0.72 * value : 0.22);
+        box(x, top + LINE + n * high, size * CHARACTER, high - 1, SKIPPED, 1);
+        if (value) box(x, top + LINE + n * high, size * CHARACTER, high - 1, ACTIVE, 0.72 * value);
       });
       column += size;
       if (piece.endsWith("↵")) { column = 0; top += block; }
