@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Without --no-compile pip would compile 17,000 files, of which Python imports some thousand and compiles those itself.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
+# Where the environment keeps Python from writing compiled files, each of a thousand processes would compile PyTorch anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

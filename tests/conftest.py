@@ -17,6 +17,8 @@ for _number, _usual in _USUAL.items():
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
 
+gc.disable()  # until ten thousand tests are collected, of which none is garbage: five seconds less
+
 import torch  # noqa: E402
 
 from tokendepth import progress  # noqa: E402
@@ -47,6 +49,7 @@ def _own_environment(tmp_path_factory):
 def pytest_collection_finish() -> None:
     """What is there by now stays: the garbage collector need not look at ten thousand tests again and again."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -89,6 +89,7 @@ CASES["span-boundary"] = SpanConfig(decide="boundary", carry="smooth", ratio_los
 CASES["span-gain"] = SpanConfig(decide="gain", keys="all", carry="none")
 CASES["span-dice"] = SpanConfig(decide="dice", budget=0.5, keys="all", carry="none")
 # Every method, and the ways to run a block that its default does not take: given rows, given keys.
+CLASSIC = list(CASES)
 ON_MODERN = [*METHODS, "budget-plain", "budget-random", "mor-token-shared"]
 CASES |= {f"{name} modern": CASES[name] for name in ON_MODERN if name in CASES}
 CASES["span-ratio modern"] = SpanConfig(decide="boundary")  # untrained, neighbours of the classic block are too alike
@@ -119,6 +120,11 @@ each_run = pytest.mark.parametrize(
 # What takes most of a second a case is tried on the modern block by `make test-all`.
 each_case_slowly = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case.endswith(" modern") else case for case in CASES]
+)
+# What does not depend on the kind of block, on one of them.
+ONLY_MODERN = [case for case in CASES if case.removesuffix(" modern") not in CASES]
+each_way_to_decide = pytest.mark.parametrize(
+    "case", [*CLASSIC, *(pytest.param(case, marks=pytest.mark.slow) for case in ONLY_MODERN)]
 )
 # What takes longer still is tried for every case on the classic block, and on the modern one for every way to run it:
 # rows by a mask, given rows, given keys, rows packed into a shorter sequence.
@@ -457,7 +463,7 @@ def test_decisions_that_are_told_are_those_that_are_given(case, active):
         assert torch.equal(told.logits, given.logits)
 
 
-@each_case_slowly
+@each_way_to_decide
 @torch.no_grad()
 def test_given_decisions_leave_no_router_out(case):
     """A compiler drops what nobody uses; what is timed with decisions given would then not be what is served."""

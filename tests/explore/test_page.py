@@ -279,7 +279,7 @@ def test_hostile_texts_are_texts(page):
     tokenizer = ByteTokenizer()
     alone(page)
     title, elements = page.title(), page.locator("script, iframe, img, base, form, template").count()
-    for text in HOSTILE:
+    for text in ("\n".join(HOSTILE[n : n + 5]) for n in range(0, 50, 5)):
         page.fill("#text", text)
         pieces = "".join(tokenizer.pieces(tokenizer.encode(page.input_value("#text"))))
         page.wait_for_function(SHOWN, arg=pieces)  # fails after a while
