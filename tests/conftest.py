@@ -46,6 +46,11 @@ def _own_environment(tmp_path_factory):
         yield
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups, which one worker takes from beginning to end, come first, so that no worker is left alone with one."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 def pytest_collection_finish() -> None:
     """What is there by now stays: the garbage collector need not look at ten thousand tests again and again."""
     gc.freeze()

@@ -38,6 +38,7 @@ def fresh_compiler():
     ids=["classic tsa", "modern span"],
 )
 @pytest.mark.slow
+@pytest.mark.xdist_group("compiler")  # which takes seconds to start
 def test_skipping_is_one_graph_and_equals_hard(config, method, batch):
     model = build(RunConfig(model=config, method=method)).eval()
     fast = compiled(model)
@@ -68,6 +69,7 @@ def check(model: LanguageModel, fast: LanguageModel) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("compiler")  # which takes seconds to start
 @torch.no_grad()
 def test_a_budget_that_is_set_afterwards_is_seen():
     model = build(RunConfig(model=MODEL, method=BudgetConfig())).eval()
@@ -78,6 +80,7 @@ def test_a_budget_that_is_set_afterwards_is_seen():
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("compiler")  # which takes seconds to start
 @torch.no_grad()
 def test_weights_that_change_afterwards_are_seen():
     """They are constants to the compiler, whatever the method: that of the smallest graph does."""

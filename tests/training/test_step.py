@@ -415,6 +415,7 @@ def test_every_weight_and_gradient_is_aligned_in_its_buffer():
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("compiler")
 @pytest.mark.filterwarnings("default")  # the compiler's own warnings are none of ours
 def test_a_compiled_step_computes_the_same_and_is_compiled_once():
     import torch._dynamo as dynamo
