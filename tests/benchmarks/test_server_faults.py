@@ -165,4 +165,6 @@ def test_texts_that_a_stopped_server_cuts_off_are_noticed(tmp_path, monkeypatch)
 
     monkeypatch.setattr(servers.subprocess, "Popen", Hasty)
     monkeypatch.setattr(rude, "STOPS", (rude.signal.SIGTERM,))
-    assert any(failure.startswith("SIGTERM: {'cut'") for failure in tried("server-restart", tmp_path, 1).failures)
+    # Of what is in flight at that moment only streams are cut; one that ends of its own accord just then is none.
+    tries = (tried("server-restart", tmp_path, 1).failures for _ in range(5))
+    assert any(failure.startswith("SIGTERM: {'cut'") for failures in tries for failure in failures)
