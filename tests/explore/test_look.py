@@ -1,5 +1,7 @@
 """What the page is told of a text is what the model computes for it."""
 
+import threading
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tokendepth.explore import look as looking
 from tokendepth.explore.explored import Explored
 from tokendepth.explore.look import LIKELIEST, MOST_TOKENS, look
 from tokendepth.infer.text_model import TextModel
+from tokendepth.measure import calibrate
 from tokendepth.trace import EXECUTIONS
 
 SHORT = TEXT[: CONTEXT - 5]
@@ -129,6 +132,26 @@ def test_a_dial_without_thresholds_for_each_pass_leaves_the_writing_model_alone(
         )
     finally:
         explored.stop()
+
+
+def test_stopped_it_looks_for_no_more_thresholds(run_of, monkeypatch):
+    explored = Explored(run_of("budget"), "cpu")
+    found, enough = [], threading.Event()
+    real = calibrate.calibrate
+
+    def slowly(model, dataset, point, **how):
+        found.append(point)
+        enough.wait(20)
+        real(model, dataset, point, **how)
+
+    monkeypatch.setattr(calibrate, "calibrate", slowly)
+    explored.start()
+    explored._stopping.set()
+    enough.set()
+    explored.stop()
+    assert not explored._thread.is_alive()
+    assert len(found) <= 1
+    assert explored.points == [explored.dial.own]
 
 
 def test_without_its_corpus_a_run_keeps_its_own_budget(run_of, monkeypatch):

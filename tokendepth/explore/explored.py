@@ -12,6 +12,7 @@ from tokendepth.errors import UserError
 from tokendepth.explore.look import look
 from tokendepth.measure import calibrate
 from tokendepth.methods import dial_of
+from tokendepth.model import Block
 from tokendepth.runs.run import Run
 from tokendepth.serve.service import Limits, Service
 from tokendepth.trace import EXECUTIONS, Execution
@@ -22,6 +23,10 @@ SAMPLES = (
     "<bos>4a7<sep>4a7<eos>",
 )
 """What the page begins with: the first of these that the run has tokens for."""
+
+
+class _Stopped(Exception):
+    """The page is closed while thresholds are being found."""
 
 
 class Explored:
@@ -81,7 +86,6 @@ class Explored:
         config, method = self.run.config, self._own.method
         return {
             "name": self.name,
-            "path": str(self.run.path),
             "method": method_name(config.method),
             "executions": self.executions,
             "routed": any(site.routed for site in method.sites(keys=1)),
@@ -120,10 +124,17 @@ class Explored:
         assert dial is not None
         try:
             dataset, model = dataset_of(self.run), copy.deepcopy(self._own)
+            for block in (module for module in model.modules() if isinstance(module, Block)):
+                block.register_forward_pre_hook(self._check_stop)
             for point in sorted(self._wanted(dial.points), key=lambda value: abs(value - dial.own)):
-                if self._stopping.is_set():
-                    return
                 calibrate.calibrate(model, dataset, point, roughly=True)
                 self.service.budgets = {**self.service.budgets, point: model.method.thresholds}
         except UserError as error:
             self.missing = str(error)
+        except _Stopped:
+            pass
+
+    def _check_stop(self, *_: object) -> None:
+        """Before every block: thresholds of a large model take a minute, and Ctrl-C should not."""
+        if self._stopping.is_set():
+            raise _Stopped
