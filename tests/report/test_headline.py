@@ -5,6 +5,8 @@ import pytest
 from tests.report.fakes import budget_evaluation, dense_evaluation, tsa_evaluation
 from tokendepth.report import rows, sentences
 from tokendepth.report.headline import MOST, headline, reference
+from tokendepth.report.overview import overview
+from tokendepth.report.summary import by_key
 
 
 def test_it_says_what_was_trained_skipped_what_it_cost_and_what_the_clock_gained(make_run):
@@ -51,12 +53,30 @@ def timed(dense: list[float], sparse: list[float]) -> dict:
         ({"time": timed([40.0, 39.0, 41.0], [50.0, 49.0, 51.0])}, "and is slower than dense (0.80x its speed)."),
         (
             {"time": timed([40.0, 35.0, 45.0], [38.0, 34.0, 44.0])},
-            "and is 1.05x as fast as dense, with times that overlap.",
+            "and cannot be told from dense by the clock: their times overlap.",
         ),
     ],
 )
 def test_what_it_says_of_one_model(make_run, changes, words):
     assert words in clause(make_run, **changes)
+
+
+def test_a_speed_that_is_noise_has_no_bar_and_says_so_in_the_table(make_run):
+    """As on a machine that did something else meanwhile: medians four times apart, quartiles that overlap."""
+    evaluation = {**tsa_evaluation(), "time": timed([40.0, 9.0, 45.0], [10.0, 9.0, 44.0])}
+    table = rows([make_run("dense", "dense", evaluation=dense_evaluation()), make_run("tsa", evaluation=evaluation)])
+    drawn = overview("first", table).svg.decode()
+    assert "times overlap" in drawn
+    assert "4.00x" not in drawn
+    assert table[1].cell(by_key("speedup")) == "4.00x (cpu, batch 8; times overlap)"
+
+
+def test_seeds_that_disagree_are_noise_too(make_run):
+    times = (timed([40.0, 39.0, 41.0], [30.0, 29.0, 31.0]), timed([30.0, 29.0, 31.0], [40.0, 39.0, 41.0]))
+    (row,) = rows(
+        [make_run(f"tsa-{n}", seed=n, evaluation={**tsa_evaluation(), "time": t}) for n, t in enumerate(times)]
+    )
+    assert row.times_overlap
 
 
 def test_three_seeds_are_no_longer_too_few_to_tell(make_run):

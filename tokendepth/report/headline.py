@@ -6,7 +6,6 @@ Every number comes from the runs' evaluations as executed (hard = sparse); nothi
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokendepth.report.records import Record
 from tokendepth.report.summary import NOISE_SHARE, Row, Stat, by_key, rows
 from tokendepth.runs.run import Run
 
@@ -135,19 +134,8 @@ def _clock(row: Row) -> str:
     speed = row.stat(by_key("speedup"))
     if speed is None:
         return "was not timed"
-    verdicts = {_faster(record) for record in row.records}
-    if verdicts == {True}:
-        return f"is {speed.mean:.2f}x as fast as dense"
-    if verdicts == {False}:
+    if row.times_overlap:
+        return "cannot be told from dense by the clock: their times overlap"
+    if speed.mean < 1:
         return f"is slower than dense ({speed.mean:.2f}x its speed)"
-    return f"is {speed.mean:.2f}x as fast as dense, with times that overlap"
-
-
-def _faster(record: Record) -> bool | None:
-    """Whether sparse execution beats the dense model, None where the quartiles of their times overlap."""
-    dense, sparse = (record.numbers("time", f"{mode}_ms") for mode in ("dense", "sparse"))
-    if len(dense) != 3 or len(sparse) != 3:
-        return None
-    if sparse[2] < dense[1]:
-        return True
-    return False if sparse[1] > dense[2] else None
+    return f"is {speed.mean:.2f}x as fast as dense"

@@ -50,15 +50,19 @@ def _bars(axes: Axes, members: dict[float, Row], column: Column, form: str, unit
     """`members` are by the height of their bars."""
     values = {place: stat.mean * unit for place, row in members.items() if (stat := row.stat(column))}
     speed = column.key == "speedup"
+    unclear = {place for place, row in members.items() if speed and row.times_overlap}
+    values = {place: value for place, value in values.items() if place not in unclear}
     if speed:  # the dense model's
-        against = [reference(members[place], list(members.values())) for place in values]
+        timed = [row for place, row in members.items() if place in values or place in unclear]
+        against = [reference(row, list(members.values())) for row in timed]
         values |= {place: 1.0 for place, row in members.items() if row in against}
         axes.axvline(1, color=INK, linewidth=0.8, linestyle=(0, (3, 2)))
-    right = max(values.values())
+    right = max(values.values(), default=1.0)
     for place, row in members.items():
         value = values.get(place, 0.0)
         axes.barh(place, value, 0.75, color=look(row.kind).colour)
-        words = f"{value:{form}}" + ("x" if speed else "") if place in values else "not measured"
+        missing = "times overlap" if place in unclear else "not measured"
+        words = f"{value:{form}}" + ("x" if speed else "") if place in values else missing
         end = max(value, 1.0) if speed else value  # the line at 1 stays free of words
         axes.text(end + 0.02 * right, place, words, va="center", fontsize=8)
     axes.set_xlim(0, 1.2 * max(right, speed))

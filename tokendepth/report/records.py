@@ -144,6 +144,12 @@ class Record:
         values = [as_number(v) for v in values] if isinstance(values, list) else []
         return [] if None in values else [v for v in values if v is not None]
 
+    @property
+    def times_overlap(self) -> bool:
+        """Whether the quartiles of dense and sparse times do, so that neither is known to be faster."""
+        dense, sparse = (self.numbers("time", f"{mode}_ms") for mode in ("dense", "sparse"))
+        return len(dense) == len(sparse) == 3 and sparse[1] <= dense[2] and dense[1] <= sparse[2]
+
     def curve(self, x: str, y: str) -> list[tuple[float, float]]:
         """Points from the metrics rows that have both values."""
         points = ((as_number(row.get(x)), as_number(row.get(y))) for row in self.metrics)

@@ -146,7 +146,7 @@ class Row:
         if len(stat.values) < len(self.records):
             parts.append(f"(n={len(stat.values)})")
         if column.key == "speedup":
-            parts.append(f"({self.timed})")
+            parts.append(f"({self.timed}{'; times overlap' if self.times_overlap else ''})")
         return parts
 
     def cell(self, column: Column) -> str:
@@ -161,6 +161,13 @@ class Row:
             if r.number("time", "speedup") is not None
         }
         return conditions.pop() if len(conditions) == 1 else "devices or batches differ"
+
+    @property
+    def times_overlap(self) -> bool:
+        """Whether nobody knows which is faster, for one seed or because seeds disagree: a speed would be noise."""
+        speeds = self.stat(by_key("speedup"))
+        disagree = speeds is not None and len({speed > 1 for speed in speeds.values}) > 1
+        return disagree or any(record.times_overlap for record in self.records)
 
     @property
     def collapses(self) -> bool:
