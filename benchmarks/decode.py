@@ -13,7 +13,12 @@ the ratio of those bytes here, dense to read. A block's weights are read if any 
 one token most are saved, with many hardly any, and what is left to save is attention over long contexts. Decisions are
 random, other ones for each of eight steps. Measured by `tokendepth bench decode`; made from `results/decode.json`.
 """
-SHAPES = {"paper": "d 256, 6 layers", "gpt2": "d 768, 12 layers", "d1024": "d 1,024, 24 layers"}
+SHAPES = {
+    "paper": "d 256, 6 layers",
+    "gpt2": "d 768, 12 layers",
+    "d1024": "d 1,024, 24 layers",
+    "smollm2": "SmolLM2-135M's shape",
+}
 
 
 @dataclass(frozen=True)

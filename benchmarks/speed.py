@@ -68,6 +68,7 @@ SHAPES = {
     "paper": "d 256, 6 layers, vocabulary 6,064, context 256",
     "gpt2": "d 768, 12 layers, vocabulary 50,304, context 1,024",
     "d1024": "d 1,024, 24 layers, vocabulary 50,304, context 1,024",
+    "smollm2": "SmolLM2-135M's shape (d 576, 30 modern layers), vocabulary 49,152, context 1,024",
 }
 
 

@@ -33,7 +33,7 @@ from tokendepth.training.retrofit_options import TRAIN, RetrofitOptions
 ROWS, SEARCH_ROWS = "retrofit.json", "retrofit_search.json"
 SEEDS = 3
 BUDGETS = "0.86,0.70"
-TOKENS = 2**17
+TOKENS = 2**16
 RATES = (1e-4, 3e-4)
 WARMUP = 20
 SHORT = 2 / 3

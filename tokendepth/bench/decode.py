@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokendepth.bench import forward
 from tokendepth.bench.forward import (
+    SMOLLM2,
     TOLERANCE,
     as_served,
     built,
@@ -64,17 +66,15 @@ SHAPES = {
     "paper": Shape(ModelConfig(context=256, vocab_size=6064, dropout=0.0), (256,), on_cpu=(1, 8, 64)),
     "gpt2": Shape(ModelConfig(768, 12, 12, 3072, 1024, 0.0, 50304), (1024,), on_cpu=(1,)),
     "d1024": Shape(ModelConfig(1024, 24, 16, 4096, 1024, 0.0, 50304), (1024, 128)),
+    "smollm2": Shape(SMOLLM2, (1024,), on_cpu=(1,)),
 }
 
 Decisions = list[Tensor | None]
 """For each step `[routed site, batch, 1]`; None: the model decides."""
 
 
-def parse_shapes(text: str | None) -> tuple[str, ...]:
-    names = tuple(SHAPES) if text is None else tuple(word.strip() for word in text.split(","))
-    if unknown := [name for name in names if name not in SHAPES]:
-        raise UserError(f"--shapes names {unknown[0]!r}; expected some of {', '.join(SHAPES)} with commas between them")
-    return names
+def parse_shapes(text: str | None) -> tuple[str, ...] | None:
+    return forward.parse_shapes(text, SHAPES)
 
 
 def in_words(row: Row) -> str:

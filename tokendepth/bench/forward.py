@@ -12,7 +12,7 @@ where the ceiling is the ratio of FLOPs, dense over executed, counted from the t
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,19 @@ class Shape:
     batches: tuple[int, ...]
 
 
+SMOLLM2 = ModelConfig(
+    576, 30, 9, 1536, 1024, 0.0, 49152, n_kv_head=3, norm="rms", positions="rotary", rope_base=1e5, ffn="swiglu",
+    ffn_bias=False,
+)  # fmt: skip
+"""SmolLM2-135M."""
 SHAPES = {
     "paper": Shape(ModelConfig(context=256, vocab_size=6064, dropout=0.0), (1, 8, 64)),
     "gpt2": Shape(ModelConfig(768, 12, 12, 3072, 1024, 0.0, 50304), (16,)),
     "d1024": Shape(ModelConfig(1024, 24, 16, 4096, 1024, 0.0, 50304), (8,)),
+    "smollm2": Shape(SMOLLM2, (1, 8, 64)),
 }
-"""The paper's shape on every device; the larger ones on a GPU only, since a CPU takes minutes a pass."""
+ON_A_CPU = ("paper",)
+"""Unless others are named: the larger ones take minutes a pass there."""
 
 Condition = Callable[[], object]
 
@@ -88,6 +95,14 @@ def parse_batches(text: str | None) -> tuple[int, ...] | None:
     return tuple(map(int, words))
 
 
+def parse_shapes(text: str | None, known: Iterable[str]) -> tuple[str, ...] | None:
+    """None stands for all that the device can take."""
+    names = None if text is None else tuple(word.strip() for word in text.split(","))
+    if unknown := [name for name in names or () if name not in known]:
+        raise UserError(f"--shapes names {unknown[0]!r}; expected some of {', '.join(known)} with commas between them")
+    return names
+
+
 def in_words(row: Row) -> str:
     efficiency = "" if row["efficiency"] is None else f", efficiency {row['efficiency']:.2f}"
     own = row[f"{row['execution']}_ms"][0]
@@ -102,14 +117,18 @@ def in_words(row: Row) -> str:
 
 
 def measure(
-    device_name: str, results: Path, fractions: tuple[float, ...] = FRACTIONS, batches: tuple[int, ...] | None = None
+    device_name: str,
+    results: Path,
+    fractions: tuple[float, ...] = FRACTIONS,
+    batches: tuple[int, ...] | None = None,
+    shapes: tuple[str, ...] | None = None,
 ) -> Iterator[Row]:
     """Rows of random decisions at each fraction, each written to `results`/forward.json as soon as it is known.
 
     `batches`, if given, replace every shape's own.
     """
     device = choose_device(device_name)
-    names = SHAPES if device.type == "cuda" else ("paper",)
+    names = shapes or (tuple(SHAPES) if device.type == "cuda" else ON_A_CPU)
     cells = [(name, batch) for name in names for batch in batches or SHAPES[name].batches]
     with Progress("bench forward", len(cells), unit="batch sizes") as progress:
         for name, batch in cells:
@@ -249,7 +268,9 @@ def _compared(
     if soft:
         conditions["soft", None] = lambda: fast(ids, execution="soft")
         totals["soft", None] = _nothing_skipped(model, ids)
-    captures = {name: captured(condition, ids.device) for name, condition in conditions.items()}
+    # Nobody reads what a timed pass returns, so all may write it to the same memory: logits can be gigabytes.
+    pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None
+    captures = {name: captured(condition, ids.device, pool=pool) for name, condition in conditions.items()}
     on_a_cpu = next((REPEATS[batch] for batch in sorted(REPEATS) if batch >= len(ids)), FEWEST_REPEATS)
     repeats = GPU_REPEATS if ids.is_cuda else on_a_cpu
     with Progress(f"{title}: timing", WARM_UP + repeats, unit="rounds") as progress:

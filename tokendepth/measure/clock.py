@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -67,11 +67,15 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def captured(
-    function: Callable[[], object], device: torch.device, restore: Callable[[], object] = lambda: None
+    function: Callable[[], object],
+    device: torch.device,
+    restore: Callable[[], object] = lambda: None,
+    pool: Any = None,
 ) -> Callable[[], object]:
     """On a GPU, `function` captured as a CUDA graph; elsewhere `function` itself.
 
-    It is run a few times first: `restore` is called after each, to undo what a run changes.
+    It is run a few times first: `restore` is called after each, to undo what a run changes. With a `pool` of memory,
+    shared by several, a call returns nothing, since the others overwrite it.
     """
     if device.type != "cuda":
         return function
@@ -83,8 +87,10 @@ def captured(
             restore()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         kept = function()
+    if pool is not None:
+        kept = None
 
     def replay() -> object:
         graph.replay()

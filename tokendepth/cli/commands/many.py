@@ -79,7 +79,8 @@ class Bench:
     batches: str | None = None
     """forward, decode: batch sizes, separated by commas."""
     shapes: str | None = None
-    """decode: shapes of models, separated by commas: paper, gpt2 (d 768, 12 layers), d1024 (24 layers)."""
+    """forward, decode: shapes of models, separated by commas: paper, gpt2 (d 768, 12 layers), d1024 (24 layers),
+    smollm2 (d 576, 30 layers, modern blocks)."""
     run: Path | None = None
     """The trained run to time. forward, decode: with its own decisions on validation text, instead of random ones."""
     corpus: str | None = None
@@ -129,15 +130,17 @@ class Bench:
         if not 1 <= self.processes <= 1000:
             raise UserError(f"--processes is {self.processes}; expected a number from 1 to 1000")
         fractions, batches = forward.parse_fractions(self.fractions), forward.parse_batches(self.batches)
+        shapes = forward.parse_shapes(self.shapes, forward.SHAPES)
         if self.processes > 1:
             words = ["--device", self.device, *(["--batches", self.batches] if self.batches else [])]
+            words += ["--shapes", self.shapes] if self.shapes else []
             words += ["--corpus", self.corpus] if self.corpus else []
             words += ["--run", str(self.run)] if self.run else ["--fractions", ",".join(map(str, fractions))]
             rows = processes.measure(words, self.processes, self.out)
         elif self.run:
             rows = forward.measure_run(self.run, self.device, self.out, batches, self.corpus)
         else:
-            rows = forward.measure(self.device, self.out, fractions, batches)
+            rows = forward.measure(self.device, self.out, fractions, batches, shapes)
         for row in rows:
             print(json.dumps(row) if self.json else forward.in_words(row))
 
