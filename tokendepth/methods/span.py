@@ -10,7 +10,8 @@ block, as a model that was trained without a span needs it; then rows are gather
 What a token gets of the updates, c_t, by `carry`: none, its own, or nothing where it skipped; last, the one of the last
 active token; smooth, z of that token, with z_t = p_t u_t + (1 - p_t) z_{t-1} over active tokens, p_1 = 1 and p the
 decider's. Where updates are carried the first token of a sequence is always active. With a `bypass`, a token that skips
-takes a linear map instead, h <- h + rms(h) W norm(h), before the blocks project its keys and values.
+takes a linear map instead, h <- h + rms(h) W norm(h), after the span: keys and values that its blocks project of such a
+token are of the state with which it came.
 
 `budget` names the share of tokens that take the span. While training tau is the batch's own quantile; in use it is one
 number, calibrated on training text, so that a decision depends on the token's past alone. Training needs shapes that
@@ -103,9 +104,8 @@ class Span(ExactBuffers, Method):
             listing = hidden if ctx.execution == "sparse" else None  # for kernels: once for all blocks
             decision = decide(-ranked, threshold, ctx.valid, states=listing)
             active = decision.active
-            if self.bypass is not None:
-                hidden = torch.where(active[..., None], hidden, passed_by)
             state, fewer_keys = self._execute(hidden, ctx, decision)
+            state = self._bypassed(state, passed_by, active)
         if self.knobs.carry == "none" and self.decider.weight(score) is None:
             hidden = state  # exactly: where every token takes the span, this is the dense model to the bit
         else:
@@ -129,6 +129,9 @@ class Span(ExactBuffers, Method):
             return score.detach()
         assert ctx.positions is not None
         return torch.where(ctx.positions == 0, torch.inf, score.detach())
+
+    def _bypassed(self, state: Tensor, passed_by: Tensor, active: Tensor) -> Tensor:
+        return state if self.bypass is None else torch.where(active[..., None], state, passed_by)
 
     def _passed_on(
         self, update: Tensor, active: Tensor, score: Tensor, threshold: Tensor | float, ctx: Context
@@ -210,19 +213,17 @@ class Span(ExactBuffers, Method):
             return passed_by, torch.zeros_like(ranked, dtype=torch.bool)
         chosen = self._chosen(ranked, threshold, ctx)
         active = chosen.as_mask(ranked).bool()
-        if self.bypass is not None:
-            hidden = torch.where(active[..., None], hidden, passed_by)
         if self.knobs.keys == "active":
             taken = chosen.take(hidden)
             # The active ones stand first, so that causal attention alone keeps from them what fills up the rows.
             rows = _through(blocks, taken, replace(chosen.context(ctx), valid=None))
-            return chosen.put(hidden, rows), active
+            return self._bypassed(chosen.put(hidden, rows), passed_by, active), active
         batch, time = active.shape
         places = (chosen.places + time * torch.arange(batch, device=active.device)[:, None]).flatten()
         rows, state = Rows(active, chosen=ChosenRows.at(places, batch * time)), hidden
         for block in blocks:
             state = block(state, ctx, rows, gate=active.to(hidden.dtype))
-        return state, active
+        return self._bypassed(state, passed_by, active), active
 
     def _chosen(self, ranked: Tensor, threshold: Tensor | float, ctx: Context) -> Selected:
         """The tokens above the threshold that find room, first and in order; then whatever fills up the rows."""
