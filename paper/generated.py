@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import tokendepth
-from benchmarks import serving
+from benchmarks import serving, speculation
 from benchmarks.speed import headline
 from paper.wanted import Runs
 from tokendepth.config import BudgetConfig
@@ -22,8 +22,8 @@ from tokendepth.report.tables import markdown_table, piped
 from tokendepth.runs.files import write_bytes
 from tokendepth.runs.results import Row, read_rows
 
-PAGES = ("README.md", "docs/RESULTS.md", "docs/RELIABILITY.md", "docs/API.md", "docs/SERVE.md")
-KINDS = "summary|results|headline|paper|training|faults|api|serve"
+PAGES = ("README.md", "docs/RESULTS.md", "docs/RELIABILITY.md", "docs/API.md", "docs/SERVE.md", "docs/SPECULATION.md")
+KINDS = "summary|results|headline|paper|training|faults|api|serve|speculation"
 PART = re.compile(rf"(<!-- ({KINDS}): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -38,6 +38,7 @@ def render(text: str, root: Path) -> str:
         "faults": _faults_table,
         "api": lambda path: _api(),
         "serve": lambda path: serving.table(read_rows(path)),
+        "speculation": lambda path: speculation.table(read_rows(path) if path.exists() else []),
     }
     return PART.sub(lambda m: m[1] + makers[m[2]](root / m[3]) + m[5], text)
 

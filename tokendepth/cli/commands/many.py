@@ -62,12 +62,13 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time this machine: what skipping gains in a pass, token by token and in a server, what training costs."""
+    """Time this machine: what skipping gains in a pass, token by token, in drafts and in a server; training's cost."""
 
-    what: tyro.conf.Positional[Literal["forward", "decode", "training", "serve"]]
-    """forward: passes that skip against dense ones. decode: the same token by token, with a cache. training: steps of
-    adaptive models against dense ones. serve: a server of --run under load, skipping and dense, many requests at a time
-    and one."""
+    what: tyro.conf.Positional[Literal["forward", "decode", "speculation", "training", "serve"]]
+    """forward: passes that skip against dense ones. decode: the same token by token, with a cache. speculation: --run
+    drafting for itself against plain decoding, in bfloat16 on a GPU, in float32 on a CPU. training: steps of adaptive
+    models against dense ones. serve: a server of --run under load, skipping and dense, many requests at a time and
+    one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
     out: Path = Path("runs/bench")
@@ -84,7 +85,7 @@ class Bench:
     run: Path | None = None
     """The trained run to time. forward, decode: with its own decisions on validation text, instead of random ones."""
     corpus: str | None = None
-    """forward --run, decode --run: another text than the run's own, as text:PATH."""
+    """forward --run, decode --run, speculation: another text than the run's own, as text:PATH."""
     processes: int = 1
     """forward: measure in this many processes, one after the other, and keep the rows of the median one."""
     clients: str | None = None
@@ -102,6 +103,9 @@ class Bench:
             return
         if self.what == "decode":
             self._decode()
+            return
+        if self.what == "speculation":
+            self._speculation()
             return
         if self.what == "serve":
             self._serve()
@@ -123,6 +127,14 @@ class Bench:
             rows = decode.measure(self.device, self.out, fractions, batches, shapes)
         for row in rows:
             print(json.dumps(row) if self.json else decode.in_words(row))
+
+    def _speculation(self) -> None:
+        with Progress(LOADING):
+            from tokendepth.bench import speculation
+        if self.run is None:
+            raise UserError("bench speculation needs a trained run; name one with --run RUN")
+        row = speculation.measure(self.run, self.device, self.out, self.corpus)
+        print(json.dumps(row) if self.json else speculation.in_words(row))
 
     def _forward(self) -> None:
         with Progress(LOADING):
