@@ -71,6 +71,26 @@ def _routers(name: str) -> Callable[[Row], list[Estimate]]:
     ]
 
 
+def _unexplained(row: Row) -> list[Estimate]:
+    """Of the entropy of each router's decision, what the token leaves open."""
+    return [_difference({"value": 1.0, "low": 1.0, "high": 1.0}, share) for share in _routers("share")(row)]
+
+
+def _locality(row: Row) -> list[Estimate]:
+    """How many more decisions flip on the token after a replaced one than on the farthest."""
+    return [_difference(run["stability"][0]["flips"], run["stability"][-1]["flips"]) for run in row["runs"]]
+
+
+def _difference(one: Estimate, other: Estimate) -> Estimate:
+    """With an interval that holds whatever the two have to do with each other."""
+
+    def less(end: str, opposite: str) -> float | None:
+        ours, theirs = one[end], other[opposite]
+        return None if ours is None or theirs is None else ours - theirs
+
+    return {"value": less("value", "value"), "low": less("low", "high"), "high": less("high", "low")}
+
+
 def _kappas(row: Row) -> list[Estimate]:
     return [site["kappa"] for pair in row["agreement"] for site in pair["per_site"]]
 
@@ -96,6 +116,18 @@ QUESTIONS: tuple[Question, ...] = (
         "the token before helps such a table further",
         "the token before makes such a table worse",
         _routers("gain_of_previous"),
+        "+.1%",
+    ),
+    (
+        "the token leaves a part of every decision open: no router is a lookup table",
+        "the token says more than there is to say",
+        _unexplained,
+        ".0%",
+    ),
+    (
+        "a replaced token changes the decision on the next one more often than on the farthest",
+        "a replaced token changes far decisions more often than near ones",
+        _locality,
         "+.1%",
     ),
     ("seeds agree more than chance", "seeds agree less than chance", _kappas, ".2f"),

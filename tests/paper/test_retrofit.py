@@ -81,11 +81,11 @@ def test_targets_are_judged_seed_by_seed(tmp_path):
     rows += [made_up("drop", 0.86, seed, (2.2 + 0.1 * seed) * 1.0102) for seed in range(3)]
     rows += [made_up("dice", 0.86, seed, (2.2 + 0.1 * seed) * 1.02) for seed in range(3)]
     found = judged(tmp_path, rows)
-    assert [line[3] for line in found] == ["reached", "", "", "reached", "missed"]
+    assert [line[3] for line in found] == ["reached", "", "", "", "reached", "missed", ""]
     assert found[0][2] == "-1.01% ± 0.00%"
     assert found[1][2] == found[2][2] == "not run"
-    assert found[3][2] == "+0.45% ± 0.00%"
-    assert found[4][2] == "-1.96% ± 0.00%"
+    assert found[4][2] == "+0.45% ± 0.00%"
+    assert found[5][2] == "-1.96% ± 0.00%"
 
 
 def test_fewer_seeds_are_said(tmp_path):
@@ -97,7 +97,15 @@ def test_models_of_different_cost_are_not_judged(tmp_path):
     dropped = made_up("drop", 0.7, 0, 2.1)
     dropped["evaluation"]["block_flops"] = 0.75
     found = judged(tmp_path, [made_up("span", 0.7, 0, 2.0, full=2.0), dropped])
-    assert found[1][3] == "not judged: 0.700 and 0.750 of the block FLOPs"
+    assert found[1][2:] == ["\N{EM DASH}", "not judged: the block FLOPs are too far apart"]
+
+
+def test_models_are_compared_at_the_cost_of_ours(tmp_path):
+    """Ours costs halfway between what dropping has at two budgets, so it is compared with the middle of both losses."""
+    ours = made_up("span", 0.7, 0, 2.0, full=2.0)
+    ours["evaluation"]["block_flops"] = 0.75
+    found = judged(tmp_path, [ours, made_up("drop", 0.7, 0, 2.2), made_up("drop", 0.8, 0, 2.0)])
+    assert found[1][2].startswith(f"{2.0 / 2.1 - 1:+.2%}")
 
 
 def test_without_rows_everything_is_not_run(tmp_path):
