@@ -55,6 +55,7 @@ _LARGE = (("gpt2", (16,)), ("d1024", (8,)))
 TARGETS = (
     *(Target(shape, True, batches, 0, 0.6, "efficiency", 0.85) for shape, batches in _LARGE),
     *(Target(shape, True, batches, 0.6001, 0.8, "speedup", 1.0) for shape, batches in _LARGE),
+    Target("smollm2", True, (8,), 0, 0.7, "efficiency", 0.85),
     Target("paper", True, (64,), 0.726, 0.726, "speedup", 1.12),
     Target("paper", True, (64,), 0.4, 0.4, "speedup", 1.4),
     Target("paper", True, (64,), 0.1, 0.1, "speedup", 1.8),

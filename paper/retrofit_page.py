@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paper import task_scores
+from paper import retrofit_speed, task_scores
 from paper.comparison import table, wrapped
 from paper.evidence import NOT_RUN, needs_report_extra, show
 from paper.outcomes import interpolate
@@ -189,7 +189,7 @@ TARGETS = (
     _against("dice", "dice", 0.86, "-2.9% or less", 1 / 1.03 - 1),
     _against("dice", "dice", 0.7, "-2.9% or less", 1 / 1.03 - 1),
 )
-"""Of the speed of retrofitted models: docs/SPEED.md."""
+"""Of the speed of retrofitted models: retrofit_speed.py."""
 
 
 def targets(base: Base) -> str:
@@ -265,7 +265,9 @@ def document(path: Path, figures: dict[str, str]) -> str:
         nobody = Base("", RunConfig(), {})
         return f"{HEAD}\n## What is wanted\n\n{targets(nobody)}\n{tasks}"
     search = path.with_name(SEARCH_ROWS)
-    parts = [part for base in found for part in (section(base, search), figures.get(base.name, ""))]
+    parts = []
+    for base in found:
+        parts += [section(base, search), figures.get(base.name, ""), retrofit_speed.section(path.parent, base.name)]
     return "\n".join([HEAD, *filter(None, parts), tasks, f"## How to read the tables\n\n{NOTES}"])
 
 

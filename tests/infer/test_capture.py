@@ -6,7 +6,7 @@ import torch
 
 from tests.test_contract import TIME, lively, tokens
 from tokendepth.cache import KVCache
-from tokendepth.infer.capture import CapturedDecoding
+from tokendepth.infer.capture import CapturedPass
 from tokendepth.infer.engine import Pass, decode_one, prefill
 from tokendepth.model import LanguageModel
 
@@ -28,7 +28,7 @@ def test_it_is_the_step(case):
     def decode(last: torch.Tensor, running: torch.Tensor | None, thresholds: torch.Tensor | None) -> Pass:
         return decode_one(model, own, last, "sparse", running, thresholds)
 
-    captured = CapturedDecoding(decode, own)
+    captured = CapturedPass(decode, own)
     live = model.method.live_thresholds()
     for step in range(6):
         last = tokens(3, seed=5)[:, step]
@@ -49,4 +49,4 @@ def test_it_is_the_step(case):
 def test_a_graph_is_of_all_slots_of_fixed_shape():
     cache = slots(lively("dense"))
     with pytest.raises(AssertionError, match="all slots"):
-        CapturedDecoding(lambda *_: None, cache.of([0, 1]))
+        CapturedPass(lambda *_: None, cache.of([0, 1]))

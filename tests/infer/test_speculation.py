@@ -20,8 +20,10 @@ from tests.tiny import one_line, tiny
 from tokendepth.cli.main import main
 from tokendepth.config import BudgetConfig, DenseConfig, EarlyExitConfig, SpanConfig, method_name
 from tokendepth.data import CharTokenizer
+from tokendepth.infer.capture import CapturedPass
 from tokendepth.infer.drafting import Speculation
 from tokendepth.infer.engine import Engine
+from tokendepth.infer.requests import on_host
 from tokendepth.infer.sampling import Sampler, Sampling, probabilities
 from tokendepth.infer.speculation import SpeculativeEngine, draft_thresholds, greedy_differences
 from tokendepth.measure.evaluate import load_model
@@ -93,6 +95,42 @@ def test_greedy_text_is_that_of_the_full_model(case, fixed, slots):
     counts = [request.speculation for request in requests]
     assert all(each is not None and each.drafted >= each.accepted for each in counts)
     assert sum(each.drafted for each in counts if each) > 10
+    assert as_new(engine)
+
+
+def replayed(function, device, restore=lambda: None):
+    """As `captured` on a GPU: a call runs the same function again, and overwrites what the one before returned."""
+    kept = function()
+    restore()
+
+    def replay():
+        found = function()
+        for old, new in ((kept.logits, found.logits), (kept.trace.work, found.trace.work)):
+            old.copy_(new)
+        return kept
+
+    return replay
+
+
+@each_quick_case
+def test_captured_drafts_and_verifications_write_the_same_text(case, monkeypatch):
+    monkeypatch.setattr("tokendepth.infer.capture.captured", replayed)
+    for module in ("engine", "speculation"):  # from a GPU that copies
+        monkeypatch.setattr(f"tokendepth.infer.{module}.on_host", lambda trace: copy.deepcopy(on_host(trace)))
+    model = lively(case)
+    engine = drafting_engine(model, slots=2, fixed=True)
+    engine._captured = CapturedPass(engine._decode_all, engine.cache)
+    engine._captured_verifying = CapturedPass(engine._verify_all, engine.cache, engine._width)
+    asks = [*GREEDY, Ask(1, 2, None, Sampling(temperature=0.9, seed=3, logprobs=0))]
+    requests = [ask.submit(engine) for ask in asks]
+    finish(engine)
+    for request, ask in zip(requests, GREEDY, strict=False):
+        check(request, alone(model, ask))
+    plain = drafting_engine(model, slots=2)
+    drawn = asks[-1].submit(plain)
+    finish(plain)
+    assert requests[-1].ids == drawn.ids
+    assert len(engine._captured_verifying._steps) == 1, "one graph serves all lengths"
     assert as_new(engine)
 
 

@@ -45,6 +45,8 @@ BUDGETS = (0.7, 0.5, 0.4, 0.25)
 REPEATS = {1: 100, 8: 30}
 """On a CPU, by the largest batch that is repeated so often."""
 FEWEST_REPEATS = 5
+MOST_SECONDS = 180
+"""Of timing on a CPU, where a pass of a real model takes seconds."""
 GPU_REPEATS = 20
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """Largest difference between sparse and hard logits, relative to the largest logit."""
@@ -272,7 +274,7 @@ def _compared(
     pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None
     captures = {name: captured(condition, ids.device, pool=pool) for name, condition in conditions.items()}
     on_a_cpu = next((REPEATS[batch] for batch in sorted(REPEATS) if batch >= len(ids)), FEWEST_REPEATS)
-    repeats = GPU_REPEATS if ids.is_cuda else on_a_cpu
+    repeats = GPU_REPEATS if ids.is_cuda else min(on_a_cpu, _affordable(captures, ids.device))
     with Progress(f"{title}: timing", WARM_UP + repeats, unit="rounds") as progress:
         spent = interleaved(captures, repeats, ids.device, graphs=True, progress=progress)
     times = {name: quartiles(values) for name, values in spent.items()}
@@ -304,6 +306,12 @@ def _compared(
             row |= {"auto_over_hard": hard[0] / chosen[0], "auto_over_dense": best_ms[0] / chosen[0]}
         rows.append(row)
     return rows
+
+
+def _affordable(conditions: dict[Any, Condition], device: torch.device) -> int:
+    """How many rounds fit into `MOST_SECONDS`."""
+    one = sum(sum(times) for times in interleaved(conditions, 1, device, warm_up=1).values())
+    return max(FEWEST_REPEATS, int(1000 * MOST_SECONDS / one))
 
 
 def _dense_conditions(config: ModelConfig, ids: Tensor) -> dict[tuple[str, float | None], Condition]:

@@ -22,7 +22,7 @@ from tokendepth.cache import KVCache
 from tokendepth.checks import check_range
 from tokendepth.data import Tokenizer
 from tokendepth.errors import UserError
-from tokendepth.infer.capture import CapturedDecoding
+from tokendepth.infer.capture import CapturedPass
 from tokendepth.infer.requests import Found, Reason, Request, Token, columns_of, on_host
 from tokendepth.infer.sampling import Sampler, Sampling, choose
 from tokendepth.infer.stopping import ShownText
@@ -117,8 +117,8 @@ class Engine:
             croppable=croppable,
         )  # fmt: skip
         # On a GPU all slots as one graph, where nothing is asked of the host meanwhile.
-        captures = self.fixed and like.is_cuda and execution == "sparse" and model.can_be_captured
-        self._captured = CapturedDecoding(self._decode_all, self.cache) if captures else None
+        self._captures = self.fixed and like.is_cuda and execution == "sparse" and model.can_be_captured
+        self._captured = CapturedPass(self._decode_all, self.cache) if self._captures else None
         self._vocabulary = tokenizer.vocab_size  # a model may have more: padding
         self._slots: list[Request | None] = [None] * slots
         self._waiting: deque[Request] = deque()
@@ -247,12 +247,14 @@ class Engine:
         for row, request in zip(rows, requests, strict=True):
             last[row] = request.ids[-1]
         thresholds = self._thresholds(self._everyone if cache is self.cache else slots)
-        tokens = torch.tensor(last, device=cache.lengths.device)
-        if self._captured is not None and cache is self.cache:
-            found = self._captured(tokens, running, thresholds)
-        else:
-            found = decode_one(self.model, cache, tokens, self.execution, running, thresholds)
+        found = self._decoded(cache, torch.tensor(last, device=cache.lengths.device), running, thresholds)
         return self._chosen(requests, found, rows, [1] * len(slots))
+
+    def _decoded(self, cache: KVCache, tokens: Tensor, running: Tensor | None, thresholds: Tensor | None) -> Pass:
+        """As `decode_one`; what a captured pass says is overwritten by the next one."""
+        if self._captured is not None and cache is self.cache:
+            return self._captured(tokens, running, thresholds)
+        return decode_one(self.model, cache, tokens, self.execution, running, thresholds)
 
     def _decode_all(self, tokens: Tensor, running: Tensor | None, thresholds: Tensor | None) -> Pass:
         return decode_one(self.model, self.cache, tokens, self.execution, running, thresholds)

@@ -24,6 +24,7 @@ from tokendepth.cache import KVCache
 from tokendepth.config import method_name
 from tokendepth.data import Tokenizer
 from tokendepth.errors import UserError
+from tokendepth.infer.capture import CapturedPass
 from tokendepth.infer.drafting import LONGEST, Speculation, verdict
 from tokendepth.infer.engine import Engine, decode_one, prefill
 from tokendepth.infer.requests import Found, Request, columns_of, on_host
@@ -53,6 +54,8 @@ class SpeculativeEngine(Engine):
         super().__init__(model, tokenizer, croppable=True, **options)
         self._draft_thresholds = torch.tensor(list(draft), device=self.cache.lengths.device)[:, None, None]
         self._sites = model.method.sites(keys=0)
+        self._width = min(self.cache.capacity, LONGEST + 1)
+        self._captured_verifying = CapturedPass(self._verify_all, self.cache, self._width) if self._captures else None
 
     def prepare(self, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any) -> Request:
         request = super().prepare(prompt, sampling, **options)
@@ -87,7 +90,7 @@ class SpeculativeEngine(Engine):
             cache, rows, running = self._computed([drafts[n].slot for n in going_on])
             last = _spread(_rows(tokens[:, place], going_on), rows, cache.batch)
             thresholds = self._draft_thresholds.expand(-1, cache.batch, -1)
-            found = decode_one(self.model, cache, last, self.execution, running, thresholds)
+            found = self._decoded(cache, last, running, thresholds)
             logits = _rows(found.logits, rows)[:, : self._vocabulary]
             proposed, odds = pick(logits, [drafts[n].sampler for n in going_on])
             tokens[:, place + 1] = _spread(proposed, going_on, len(drafts))
@@ -103,20 +106,25 @@ class SpeculativeEngine(Engine):
     def _verified(self, drafts: list[_Draft], tokens: Tensor) -> tuple[Output, list[int]]:
         """One pass over `tokens` at the requests' own thresholds, and the row of each draft in it.
 
-        In a `fixed` engine its width is always the same.
+        In a `fixed` engine its width is always the same, and so it can be captured.
         """
         slots, device = [draft.slot for draft in drafts], tokens.device
-        cache, rows, running = self._computed(slots)
-        width = min(self.cache.capacity, LONGEST + 1) if self.fixed else tokens.shape[1]
+        cache, rows, _ = self._computed(slots)
+        width = self._width if self.fixed else tokens.shape[1]
         ids = _spread(F.pad(tokens, (0, width - tokens.shape[1])), rows, cache.batch)
         counts, valid = [draft.length + 1 for draft in drafts], None
-        if running is not None or min(counts) < width:
+        if self.fixed or min(counts) < width:
             there = _spread(torch.tensor(counts, device=device), rows, cache.batch)
             valid = torch.arange(width, device=device) < there[:, None]
         thresholds = self._thresholds(self._everyone if cache is self.cache else slots)
         if thresholds is not None:
             thresholds = thresholds.expand(-1, -1, width)
+        if self._captured_verifying is not None:
+            return self._captured_verifying(ids, valid, thresholds), rows
         return self.model(ids, execution=self.execution, cache=cache, valid=valid, thresholds=thresholds), rows
+
+    def _verify_all(self, ids: Tensor, valid: Tensor | None, thresholds: Tensor | None) -> Output:
+        return self.model(ids, execution=self.execution, cache=self.cache, valid=valid, thresholds=thresholds)
 
     def _kept(
         self, drafts: list[_Draft], tokens: Tensor, traces: list[DepthTrace], out: Output, rows: list[int]
