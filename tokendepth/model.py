@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.cache import KVCache
@@ -31,6 +30,7 @@ from tokendepth.ops.decode_block import decode_block
 from tokendepth.ops.decode_block import runs_eager as decodes_alone
 from tokendepth.ops.decode_block import runs_kernel as decodes_by_kernel
 from tokendepth.ops.decode_inputs import decode_inputs
+from tokendepth.ops.few_rows.eager import linear
 from tokendepth.ops.gated_add import gated_add
 from tokendepth.ops.launch import LOW_PRECISION
 from tokendepth.ops.rows import ChosenRows, product_of_rows
@@ -273,7 +273,7 @@ class LanguageModel(nn.Module):
         return self.dropout(self.positions.added_to(tokens, positions))
 
     def readout(self, hidden: Tensor) -> Tensor:
-        return F.linear(self.norm(hidden), self.embedding.weight if self.head is None else self.head.weight)
+        return linear(self.norm(hidden), self.embedding.weight if self.head is None else self.head.weight)
 
     def _needed(self, time: int, cache: KVCache | None, valid: Tensor | None) -> int:
         """Length of the longest sequence after this pass, checked; padding does not count."""

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from tokendepth.config import ModelConfig
 from tokendepth.layers.ffn import initialise_residual
-from tokendepth.layers.linear import weights_of
+from tokendepth.layers.linear import Linear, weights_of
 from tokendepth.layers.norm import RMSNorm
 from tokendepth.layers.positions import rotated
 from tokendepth.ops.decode_inputs import CacheLayer, KeyWeights
+from tokendepth.ops.few_rows.eager import linear
 from tokendepth.ops.rows import ChosenRows
 from tokendepth.ops.sparse_block import Rotation
 from tokendepth.ops.varlen_attention import Varlen, varlen_attention
@@ -36,8 +37,8 @@ class Attention(nn.Module):
         self.layer, self.dropout = layer, model.dropout
         self.n_head, self.kv_heads, self.width = model.n_head, model.kv_heads, model.width
         self.q_out, self.kv_out = self.n_head * self.width, 2 * self.kv_heads * self.width
-        self.qkv = nn.Linear(model.d_model, self.q_out + self.kv_out, bias=model.attention_bias != "none")
-        self.out = nn.Linear(self.q_out, model.d_model, bias=model.attention_bias == "all")
+        self.qkv = Linear(model.d_model, self.q_out + self.kv_out, bias=model.attention_bias != "none")
+        self.out = Linear(self.q_out, model.d_model, bias=model.attention_bias == "all")
         initialise_residual(self.out, model.n_layer)
         norms = [RMSNorm(self.width, model.norm_eps) if model.qk_norm else None for _ in range(2)]
         self.norm_q, self.norm_k = norms
@@ -81,7 +82,7 @@ class Attention(nn.Module):
 
     def queries(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """`[..., d] -> [..., head, width]`"""
-        return self._query(F.linear(x, *self.query_weights()), rotation)
+        return self._query(linear(x, *self.query_weights()), rotation)
 
     def _query(self, projected: Tensor, rotation: Rotation | None) -> Tensor:
         q = projected.unflatten(-1, (self.n_head, -1))

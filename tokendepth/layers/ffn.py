@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.config import ModelConfig
+from tokendepth.layers.linear import Linear
 from tokendepth.ops.sparse_block import Activation
 
 
@@ -17,8 +18,8 @@ def initialise_residual(projection: nn.Linear, n_layer: int) -> None:
 class FeedForward(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(model.d_model, model.d_ff, bias=model.ffn_bias)
-        self.down = nn.Linear(model.d_ff, model.d_model, bias=model.ffn_bias)
+        self.up = Linear(model.d_model, model.d_ff, bias=model.ffn_bias)
+        self.down = Linear(model.d_ff, model.d_model, bias=model.ffn_bias)
         initialise_residual(self.down, model.n_layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,9 +38,9 @@ class GatedFeedForward(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.by_gelu = model.ffn == "geglu"
-        self.gate_up = nn.Linear(model.d_model, 2 * model.d_ff, bias=model.ffn_bias)
+        self.gate_up = Linear(model.d_model, 2 * model.d_ff, bias=model.ffn_bias)
         """The gate's rows, then those of `up`: one product for both."""
-        self.down = nn.Linear(model.d_ff, model.d_model, bias=model.ffn_bias)
+        self.down = Linear(model.d_ff, model.d_model, bias=model.ffn_bias)
         initialise_residual(self.down, model.n_layer)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from tokendepth.config import ModelConfig, SpanConfig
 from tokendepth.context import Context, Rows
 from tokendepth.layers.exact_buffers import ExactBuffers
 from tokendepth.layers.ffn import initialise_residual
+from tokendepth.layers.linear import Linear
 from tokendepth.layers.norm import without_scale
 from tokendepth.methods.base import Dial, Method, annealed, blocks_of, divergence, everyone
 from tokendepth.methods.budget import CURVE, gain_target, quantile, threshold_for
@@ -342,7 +343,7 @@ class Bypass(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.map = nn.Linear(model.d_model, model.d_model, bias=False)
+        self.map = Linear(model.d_model, model.d_model, bias=False)
         initialise_residual(self.map, model.n_layer)
 
     def forward(self, x: Tensor, hidden: Tensor) -> Tensor:

@@ -2,6 +2,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokendepth.ops.few_rows.eager import linear
 from tokendepth.ops.router import halting_logits
 
 
@@ -12,7 +13,7 @@ def eager(h: Tensor, norm, w_kv: Tensor, b_kv: Tensor | None, router) -> tuple[T
     if router is not None:
         states = normalised(h, None, None, norm.eps, rms=norm.shift is None) if router.normed else h
         logit = halting_logits(states, *router[:4], low_precision=torch.is_autocast_enabled(h.device.type))
-    return x, F.linear(x, w_kv, b_kv), logit
+    return x, linear(x, w_kv, b_kv), logit
 
 
 def normalised(h: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, *, rms: bool) -> Tensor:

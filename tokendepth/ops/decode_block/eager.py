@@ -4,6 +4,7 @@ from torch import Tensor
 
 from tokendepth.ops.block_inputs.eager import normalised
 from tokendepth.ops.decode_inputs.eager import turned
+from tokendepth.ops.few_rows.eager import linear
 from tokendepth.ops.gated_add import gated_add
 from tokendepth.ops.sparse_block import BlockWeights
 
@@ -13,14 +14,14 @@ def eager(h, x, layer, columns, active, weights: BlockWeights, gate, rotation) -
     if active is not None and not active.item():
         return h
     w, end = weights, int(columns) + 1
-    q = turned(F.linear(x, w.query, w.query_bias).view(w.heads, 1, -1), w.query_norm, w.query_eps, rotation)
+    q = turned(linear(x, w.query, w.query_bias).view(w.heads, 1, -1), w.query_norm, w.query_eps, rotation)
     k, v, seen = layer.keys[0, :, :end], layer.values[0, :, :end], layer.seen[0, :end]
     q = q.view(len(k), w.heads // len(k), -1)  # heads that share a key
     scores = torch.bmm(q, k.transpose(1, 2)).mul_(q.shape[-1] ** -0.5)
     if not seen[:-1].all():  # its own it always sees
         scores[..., :-1].masked_fill_(~seen[:-1], -torch.inf)
     attended = torch.bmm(scores.softmax(-1), v).view(1, 1, -1)
-    state = _added(h, F.linear(attended, w.out, w.out_bias), gate)
+    state = _added(h, linear(attended, w.out, w.out_bias), gate)
     normed = normalised(state, w.norm, w.norm_bias, w.eps, rms=w.norm_bias is None)
     return _added(state, _feed_forward(normed, w), gate)
 
@@ -30,10 +31,10 @@ def _added(h: Tensor, update: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def _feed_forward(x: Tensor, w: BlockWeights) -> Tensor:
-    hidden = F.linear(x, w.up, w.up_bias)
+    hidden = linear(x, w.up, w.up_bias)
     if w.activation == "gelu":
         hidden = F.gelu(hidden)
     else:
         gate, up = hidden.chunk(2, dim=-1)
         hidden = (F.silu(gate) if w.activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
-    return F.linear(hidden, w.down, w.down_bias)
+    return linear(hidden, w.down, w.down_bias)

@@ -5,6 +5,7 @@ from torch import Tensor
 from tokendepth.ops.block_inputs import BlockInputs
 from tokendepth.ops.block_inputs.eager import normalised
 from tokendepth.ops.decide import decide
+from tokendepth.ops.few_rows.eager import linear
 from tokendepth.ops.router import halting_logits
 
 
@@ -16,7 +17,7 @@ def eager(h, norm, keys, layer, writes, rotation, leaving, active, router, thres
         return BlockInputs(h, None, None)
     rms = norm.shift is None
     x = normalised(h, norm.scale, norm.shift, norm.eps, rms=rms)
-    k, v = F.linear(x, keys.weight, keys.bias).view(2, keys.heads, -1)
+    k, v = linear(x, keys.weight, keys.bias).view(2, keys.heads, -1)
     layer.keys[0, :, column] = turned(k, keys.norm, keys.eps, rotation)
     layer.values[0, :, column] = v
     if router is None:

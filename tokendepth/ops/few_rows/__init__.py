@@ -1,1 +1,1 @@
-"""Parts of the kernels that decode: a few rows of tokens times whole matrices, as fast as memory delivers those."""
+"""A few rows of tokens times whole matrices, as fast as memory delivers those: parts of kernels, and on a CPU."""

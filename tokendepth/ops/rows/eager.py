@@ -1,5 +1,6 @@
-import torch.nn.functional as F
 from torch import Tensor
+
+from tokendepth.ops.few_rows.eager import linear
 
 
 def eager(active: Tensor) -> Tensor:
@@ -10,6 +11,6 @@ def eager(active: Tensor) -> Tensor:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, active: Tensor, listed=None) -> Tensor:
     """As `reference`, the active rows alone."""
     places = eager(active)
-    rows = F.linear(x.flatten(0, 1).index_select(0, places), weight, bias)
+    rows = linear(x.flatten(0, 1).index_select(0, places), weight, bias)
     spread = rows.new_zeros(active.numel(), len(weight)).index_copy(0, places, rows)
     return spread.view(*active.shape, len(weight))
