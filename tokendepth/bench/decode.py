@@ -21,10 +21,11 @@ from torch import Tensor
 from tokendepth.bench import forward
 from tokendepth.bench.forward import (
     SMOLLM2,
-    TOLERANCE,
     as_served,
     built,
+    check_equal,
     figures_of,
+    in_float32,
     parse_batches,
     parse_fractions,
 )
@@ -249,14 +250,17 @@ def _compared(
     traces = {}
     title = f"{name}, batch {batch}, context {context}"
     with Progress(f"{title}: compiling and checking", len(cases), unit="fractions") as progress:
-        baselines, exact = _dense_conditions(model.config, batch, context, tokens), copy.deepcopy(model).float()
+        baselines, exact = _dense_conditions(model.config, batch, context, tokens), in_float32(model)
         for fraction, decisions in cases.items():
             steps = _Steps(model, start, tokens, decisions)
             replayed = captured(lambda steps=steps: steps("sparse"), device)
             found: Any = replayed()  # as timed
             conditions["sparse", fraction] = replayed
             traces[fraction] = [trace for _, trace in found]
-            _check_equal(found, *(_Steps(one, start, tokens, decisions)("hard") for one in (model, exact)))
+            hard = _Steps(model, start, tokens, decisions)("hard")
+            right = hard if exact is model else _Steps(exact, start, tokens, decisions)("hard")
+            for (logits, trace), (library, _), (wanted, reference) in zip(found, hard, right, strict=True):
+                check_equal(logits, library, wanted, same_decisions=bool((trace.work == reference.work).all()))
             progress.advance()
     conditions |= baselines
     with Progress(f"{title}: timing", WARM_UP + REPEATS[device.type], unit="rounds") as progress:
@@ -330,17 +334,3 @@ def _bytes(model: LanguageModel, traces: list[DepthTrace], context: int) -> tupl
             read += (site.always + site.router + (site.active if active else 0)) / 2 + active * keys
             whole += (site.always + site.active) / 2 + batch * keys
     return read * size / len(traces), whole * size / len(traces)
-
-
-def _check_equal(sparse: Any, hard: Any, exact: Any) -> None:
-    """A time means nothing if the result is not the reference's, as far as its precision goes.
-
-    Against float32, skipping may be off by twice as much as the library is in the precision that is timed.
-    """
-    for (logits, trace), (library, _), (wanted, reference) in zip(sparse, hard, exact, strict=True):
-        error, usual = (float((one - wanted).abs().max() / wanted.abs().max()) for one in (logits, library))
-        if not bool((trace.work == reference.work).all()) or not error <= max(2 * usual, TOLERANCE[wanted.dtype]):
-            raise UserError(
-                f"sparse differs from hard here by {error:.1e} of the largest logit, the library by {usual:.1e}, so "
-                "nothing was timed; run: make test"
-            )
