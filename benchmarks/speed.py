@@ -177,7 +177,10 @@ def headline(rows: list[Row]) -> str:
         measured = [[cells.get((device, batch)) for batch in batches] for device in devices]
         speed = [" / ".join("—" if row is None else f"{row['speedup']:.2f}x" for row in line) for line in measured]
         label = "nothing to skip" if one["method"] == "dense" else how[execution]
-        lines.append([run, label, f"{one['val_loss']:.4f}", *(f"{100 * share:.1f}%" for share in skipped), *speed])
+        part = f" (first {one['val_tokens']:,} tokens)" if "val_tokens" in one else ""
+        lines.append(
+            [run, label, f"{one['val_loss']:.4f}{part}", *(f"{100 * share:.1f}%" for share in skipped), *speed]
+        )
     return piped(lines)
 
 

@@ -73,7 +73,10 @@ NOTES = """\
 - **loss**: nats per token of the test split, executed sparsely; mean ± standard deviation over n seeds.
 - **block FLOPs**: executed, routers included, as a share of the base's blocks with every token.
 - **What is wanted** compares at equal executed FLOPs, seed by seed: the other contender's loss is that on the straight
-  line between its own budgets and the dense model trained alike.
+  line between its own budgets and the dense model trained alike. A true curve sags below that line, which favours
+  ours where the costs differ: a difference of less than 0.2% is undecided, whatever the verdict says.
+- **Tuning was not equal.** Beside the search, span routing had some ten variants tried on validation text (the map, the
+  share's fall, where skipped tokens' keys come from; [LOG.md](LOG.md)); dropping and the map had the search alone.
 - **at full budget**: the loss of the same checkpoint when every token takes every block.
 - **agreement**: how often it then chooses the same next token.
 """

@@ -21,9 +21,7 @@ NOTE = (
 
 
 def section(results: Path, base: str) -> str:
-    lines = [
-        line for name, what in (("forward", PREFILL), ("decode", DECODE)) for line in _lines(results, base, name, what)
-    ]
+    lines = _lines(results, base, "forward", PREFILL) + _lines(results, base, "decode", DECODE)
     titles = ["", "model", "device", "batch", "active", "dense, ms", "skipping, ms", "speedup", "at most", "wanted"]
     if not lines:
         lines = [[NOT_RUN, *[""] * (len(titles) - 1)]]

@@ -9,7 +9,15 @@ from tokendepth.runs.results import add_rows
 
 def row(**changes) -> dict:
     facts = {"benchmark": "speculation", "run": "span70", "dtype": "bfloat16", "device": "NVIDIA H200", "tokens": 1024}
-    facts |= {"budget": None, "share": None, "temperature": 0.0, "torch": "2.11", "commit": "abc", "drafted": 900}
+    facts |= {
+        "budget": None,
+        "share": None,
+        "temperature": 0.0,
+        "torch": "2.11",
+        "commit": "abc",
+        "drafted": 900,
+        "prompts": 8,
+    }
     times = {"plain_tokens_per_s": [500.0, 490.0, 510.0], "speculation_tokens_per_s": [750.04, 740.0, 760.0]}
     times |= {"speedup": [1.5, 1.45, 1.55], "acceptance": 0.9123, "draft_length": 5.25, "formula_by_time": 1.6}
     return {**facts, **times, "tokens_that_differ": 3, "unexplained": 1, **changes}
@@ -22,8 +30,8 @@ def lines(text: str) -> list[list[str]]:
 def test_a_row_is_a_line():
     text = table([row()])
     assert lines(text) == [[
-        "NVIDIA H200", "span70", "bfloat16", "500.0", "750.0", "1.50x (1.45 to 1.55)", "0.912", "5.2", "1.60x",
-        "0.94: reached", "reached", "3 of 1024 / 1",
+        "NVIDIA H200", "span70", "bfloat16", "8 x 128", "500.0", "750.0", "1.50x (1.45 to 1.55)", "0.912", "5.2",
+        "1.60x", "0.94: reached", "reached", "3 of 1024 / 1",
     ]]  # fmt: skip
     assert text.endswith("\n\ntorch 2.11, commit abc.\n")
 
@@ -39,8 +47,8 @@ def test_a_row_is_a_line():
 def test_what_is_wanted_is_judged_by_rule(changes, of_formula, speed):
     (line,) = lines(table([row(**changes)]))
     assert len(line) == len(TITLES)
-    assert line[9:11] == [of_formula, speed]
-    assert (line[6] == "nothing was drafted") == (changes.get("drafted") == 0)
+    assert line[10:12] == [of_formula, speed]
+    assert (line[7] == "nothing was drafted") == (changes.get("drafted") == 0)
 
 
 def test_gpus_come_first_and_what_was_asked_for_is_named():

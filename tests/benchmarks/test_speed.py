@@ -97,6 +97,12 @@ def test_a_line_for_each_model_and_way_to_execute_it():
     ]
 
 
+def test_a_loss_of_a_part_of_the_text_says_so():
+    shown = {"positions": "trained", "run": "d", "method": "dense", "asked": None}
+    found = headline([row(**shown, checkpoint="one", val_loss=1.5, val_tokens=8192)])
+    assert "| 1.5000 (first 8,192 tokens) |" in found
+
+
 def test_two_checkpoints_of_one_name_are_two_lines():
     shown = {"positions": "trained", "run": "d", "method": "dense", "asked": None}
     rows = [row(**shown, checkpoint=name, val_loss=loss, device=name) for name, loss in (("CPU", 1.5), ("GPU", 1.9))]
