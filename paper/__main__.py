@@ -282,6 +282,8 @@ class Analyse:
 class Times:
     """The time of a training step of what `depth` trains, with nothing else on the device."""
 
+    only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A contender or control to time now, such as dense; may be given several times; all unless named."""
     quick: bool = False
     """A miniature of everything on this CPU: how it works, not what comes out."""
     max_minutes: float | None = None
@@ -297,12 +299,37 @@ class Times:
         _tell_of_depth(self, times)
 
 
-def _tell_of_depth(command: "Search | Depth | Spans | Times", study: "Callable[..., grid.Progress]") -> None:
+@dataclass(frozen=True)
+class Passes:
+    """The time of a forward pass of dense models and of contenders that `depth` trained, nothing else on the device."""
+
+    only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A contender to time beside the dense models, such as budget; may be given several times."""
+    batches: str = "1,8,64"
+    """Batch sizes, with commas between them."""
+    quick: bool = False
+    """Of a miniature: how it works, not what comes out."""
+    out: Path = Path("runs/depth")
+    """Folder of the run folders of `depth`."""
+    device: str = "auto"
+    """auto takes the GPU where there is one."""
+    results: Path = Path("results")
+    """Folder of the rows. The page goes to docs/ beside it."""
+
+    def __call__(self) -> None:
+        with Progress(LOADING):
+            from paper.passes import passes
+            from tokendepth.bench.forward import parse_batches
+
+        _tell_of_depth(self, lambda **how: passes(**{**how, "batches": parse_batches(self.batches)}))
+
+
+def _tell_of_depth(command: "Search | Depth | Spans | Times | Passes", study: "Callable[..., grid.Progress]") -> None:
     from paper.depth_page import write
 
     results = command.results
     if results is None:
-        assert not isinstance(command, Times)
+        assert not isinstance(command, Times | Passes)
         results = command.out / "results" if command.quick else Path("results")
     settings: dict[str, Any] = {f.name: getattr(command, f.name) for f in dataclasses.fields(command)}
     done = study(**{**settings, "results": results})
@@ -343,7 +370,7 @@ class Pages:
 PAPER = program(
     "python -m paper",
     "The paper reproduced, every method compared, and their pages.",
-    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Score, Stories, Tasks, Wiki, Times, Analyse, Pages),
+    (Reproduce, Compare, Search, Depth, Spans, Retrofit, Score, Stories, Tasks, Wiki, Times, Passes, Analyse, Pages),
 )
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from tokendepth.runs.results import Row, read_rows
 from tokendepth.runs.run import Run
 from tokendepth.training.progress import console
 
-ROWS, TIMES = "depth.json", "step_times.json"
+ROWS, TIMES, PASSES = "depth.json", "step_times.json", "pass_times.json"
 TOKENS = 2**20
 SEEDS = 3
 LAYERS = (6, 3, 4, 8, 12)
@@ -120,9 +120,7 @@ def depth(
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     if max_minutes is not None and not max_minutes > 0:
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
-    known = [*(one.name for one in contenders.CONTENDERS), *(method for _, method, _ in DICE.values())]
-    if unknown := next((name for name in only if name not in known), None):
-        raise UserError(f"--only has {unknown!r}: no such contender; {did_you_mean(unknown, known)}")
+    check_names(only)
     search, seeds = Search.read(results, quick=quick), 1 if quick else seeds
     wanted = [(entry, seeds) for entry in entries(search, quick=quick)]
     wanted += [(entry, 1) for entry in runners_up(search, quick=quick)]
@@ -136,6 +134,12 @@ def depth(
     done = fill_on_test(configs, out, results / ROWS, Deadline.after(max_minutes), **how)
     done.left += [f"the search of {title}" for title in waiting]
     return done
+
+
+def check_names(only: tuple[str, ...]) -> None:
+    known = [*(one.name for one in contenders.CONTENDERS), *(method for _, method, _ in DICE.values())]
+    if unknown := next((name for name in only if name not in known), None):
+        raise UserError(f"--only has {unknown!r}: no such contender; {did_you_mean(unknown, known)}")
 
 
 def fill_on_test(

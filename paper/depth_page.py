@@ -1,30 +1,35 @@
 """docs/WHERE_DEPTH_PAYS.md, made from results/: how all were tuned, then test losses in two tables and a figure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paper import contenders, search, spans
 from paper.comparison import judge, table, verdicts, wrapped
-from paper.contenders import DENSE, LONG, SHORT, Contender
-from paper.depth import TOKENS, Entry, Order, order, outcomes
+from paper.contenders import DENSE, LONG, SHORT, WARM_UP, Contender
+from paper.depth import PASSES, TOKENS, Entry, Order, order, outcomes
 from paper.evidence import NOT_RUN, needs_report_extra, show
-from paper.outcomes import OUTSIDE, Cost, Outcomes
+from paper.grid import same
+from paper.outcomes import OUTSIDE, Cost, Outcomes, interpolate
 from paper.search import Search
+from paper.settings import Setting
+from tokendepth.config import from_dict
 from tokendepth.report.summary import DASH
 from tokendepth.runs.files import disk_faults, write_bytes
+from tokendepth.runs.results import read_rows
 
 HEAD = f"""\
 # Where depth pays
 
 Every method on the bytes of enwik8, tuned alike, and judged by dense models of the same cost. All have the same block
 (width 256, RMSNorm, rotary positions, SwiGLU, queries and keys normed), optimiser, batches (64 sequences of 256 bytes)
-and length ({LONG:,} steps); they differ in what they do with depth. Choices were made on validation text; every loss in
-the tables of results is of the **test** split, its first {TOKENS:,} bytes, executed sparsely. Nobody trains by two
-passes: only budget routing has them, and on this text they cost it quality. This page is generated from
-`search.json`, `depth.json`, `step_times.json` and `spans.json` in [results/](../results/) by `make readme`; the rows
-come from `python -m paper search`, `depth`, `times` and `spans`. What has no row yet is `not run`. The older
-comparison, in which only budget routing was tuned, is [COMPARISON.md](COMPARISON.md).
+and length ({LONG:,} steps, the first {WARM_UP} of them warm-up); they differ in what they do with depth. Choices were
+made on validation text; every loss in the tables of results is of the **test** split, its first {TOKENS:,} bytes,
+executed sparsely. Nobody trains by two passes: only budget routing has them, and on this text they cost it quality.
+This page is generated from `search.json`, `depth.json`, `step_times.json`, `pass_times.json` and `spans.json` in
+[results/](../results/) by `make readme`; the rows come from `python -m paper search`, `depth`, `times`, `passes` and
+`spans`. What has no row yet is `not run`. The older comparison, in which only budget routing was tuned, is
+[COMPARISON.md](COMPARISON.md).
 """
 SAME = 0.001
 """FLOPs that differ by a smaller share are the same by both conventions."""
@@ -58,6 +63,7 @@ def document(results: Path, figures: dict[str, str], *, quick: bool = False) -> 
         figures.get("training", ""),
         f"## At equal training time\n\n{timed(found, made)}",
         figures.get("time", ""),
+        f"## At equal loss\n\n{at_equal_loss(found, made, results)}",
         f"## Whether the gap grows\n\n{grows(results, quick=quick)}",
         f"## How to read the tables\n\n{NOTES}",
     ]
@@ -162,6 +168,55 @@ def timed(found: Outcomes, made: list[Entry]) -> str:
     return table(["setting", "loss", "dense, same time", "difference", "", "ms per training step"], rows)
 
 
+def at_equal_loss(found: Outcomes, made: list[Entry], results: Path) -> str:
+    """What the loss of a contender costs to run, as a multiple of what dense models of that loss take."""
+    timed = pass_times(results)
+    places = sorted({place for times in timed.values() for place in times})
+    titles = ["setting", "loss", "K/V bytes", *(f"time, {device}, batch {batch}" for device, batch in places)]
+    rows = []
+    for entry in made:
+        loss = found.stat(entry.setting, "loss")
+        if entry.setting.method == "dense" or loss is None:
+            continue
+        cells = [_ratio(found, entry, made, _kept(found))]
+        for place in places:
+            costs = {e.setting: timed.get(same(e.config, seed=False), {}).get(place) for e in made}
+            cells.append(_ratio(found, entry, made, costs.get))
+        rows.append([entry.setting.title, show(loss), *cells])
+    words = (
+        "What each model takes to run, over what dense models of its own loss take (on the straight line between the "
+        "nearest two; below 1 is less than theirs): keys and values in the cache, and the time of a forward pass "
+        "executed on the device that is named, the fastest of eager and compiled, on a GPU as one graph in bfloat16. "
+        "`outside`: no two dense models lie around that loss."
+    )
+    return f"{wrapped(words)}\n\n{table(titles, rows)}"
+
+
+def pass_times(results: Path) -> dict[str, dict[tuple[str, int], float]]:
+    """Median milliseconds by experiment, device and batch size."""
+    found: dict[str, dict[tuple[str, int], float]] = {}
+    for row in read_rows(results / PASSES) if (results / PASSES).exists() else []:
+        place = row["device"].removeprefix("NVIDIA "), row["batch"]
+        found.setdefault(same(from_dict(row["config"]), seed=False), {})[place] = row["pass_ms"][0]
+    return found
+
+
+def _kept(found: Outcomes) -> Callable[[Setting], float | None]:
+    return lambda setting: (found.first_row(setting) or {}).get("kv_bytes_per_token")
+
+
+def _ratio(found: Outcomes, entry: Entry, made: list[Entry], cost: Callable[[Setting], float | None]) -> str:
+    line, loss, mine = [], found.stat(entry.setting, "loss"), cost(entry.setting)
+    for dense in (one.setting for one in made if one.setting.method == "dense"):
+        height, theirs = found.stat(dense, "loss"), cost(dense)
+        if height and theirs is not None:
+            line.append((height.mean, theirs))
+    if mine is None or loss is None or not line:
+        return DASH
+    reached = interpolate(sorted(line), loss.mean, beyond=0.0)
+    return OUTSIDE if reached == OUTSIDE else f"{mine / float(reached):.2f}"
+
+
 def grows(results: Path, *, quick: bool = False) -> str:
     rows = []
     for scale in spans.SCALES:
@@ -174,8 +229,9 @@ def grows(results: Path, *, quick: bool = False) -> str:
     titles = ["scale", "setting", "loss", "dense, same FLOPs", "difference", "", "by full rows", "FLOPs"]
     gain = spans.gain_of_doubling(results, quick=quick)
     words = (
-        "Span routing by a rule and by the best learned decider of the search, beside dense models with 4, 6 and 8 "
-        "layers of each scale; rates as searched at width 256, times 256 / width."
+        "Span routing by a rule and by the best learned decider of the search, and the best method that decides block "
+        "by block, beside dense models with 4, 6 and 8 layers of each scale; rates as searched at width 256, times 256 "
+        "/ width."
     )
     if gain is not None:
         words += f" Twice the steps change the loss of the dense model with six layers by {gain:+.2%}."

@@ -173,13 +173,13 @@ class Outcomes:
                 yield one.loss, interpolate(line, getattr(one, by))
 
 
-def interpolate(line: list[tuple[float, float]], x: float) -> float | str:
+def interpolate(line: list[tuple[float, float]], x: float, *, beyond: float = SAME_FLOPS) -> float | str:
     """The height at `x` of the straight pieces between the points of `line`, or that it does not reach so far.
 
-    Just beyond an end its height still counts: routers cost a little more than the layers that they guard.
+    Just `beyond` an end its height still counts: routers cost a little more than the layers that they guard.
     """
     places = [place for place, _ in line]
-    if not places[0] * (1 - SAME_FLOPS) <= x <= places[-1] * (1 + SAME_FLOPS):
+    if not places[0] * (1 - beyond) <= x <= places[-1] * (1 + beyond):
         return OUTSIDE
     right = bisect.bisect_left(places, x)
     if right in (0, len(line)):

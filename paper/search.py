@@ -1,8 +1,8 @@
 """The same small search for every method: eight short runs each, judged on validation by a rule that was written first.
 
 1. Every contender of `contenders.py` gets eight runs: four learning rates times two values of its main knob; dense
-   models, which all others are judged by, the four rates at 4, 6 and 8 layers. Seed 0, 800 steps, and a cosine over
-   those.
+   models, which all others are judged by, the four rates at 4, 6 and 8 layers. Seed 0, 800 steps: 100 of
+   warm-up, then a cosine.
 2. Each is executed sparsely on the first 262,144 bytes of the validation split.
 3. Beside each loss stands that of dense models of the same executed FLOPs: the straight pieces between the best of four
    rates at 4, 6 and 8 layers. Beyond the ends of that line its last point stands for it. The run with the smallest

@@ -1,13 +1,15 @@
-"""Whether the gap between span routing and dense models grows: with training, with context, with width.
+"""Whether the gap between routed and dense models grows: with training, with context, with width.
 
-Nothing is searched again. At each scale dense models with 4, 6 and 8 layers stand beside span routing by a rule and by
-that learned decider which did best in the search; rates are those of the search, times 256 / width. Sequences of a
-batch are fewer where they are longer, so that a step has as many tokens everywhere.
+Nothing is searched again. At each scale dense models with 4, 6 and 8 layers stand beside span routing by a rule, by
+that learned decider which did best in the search, and beside that method which did best of all that route block by
+block; rates are those of the search, times 256 / width. Sequences of a batch are fewer where they are longer, so that a
+step has as many tokens everywhere.
 
     from paper.spans import spans
     spans(max_minutes=9)                    # repeat it until nothing is left
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from tokendepth.errors import UserError
 ROWS = "spans.json"
 LAYERS = (6, 4, 8)
 RULE = "span_rule"
+BLOCK_BY_BLOCK = ("tsa", "budget", "mod", "mor", "act", "itt")
+"""Methods that decide about each block, or each return of shared ones, anew."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,14 @@ class Scale:
 
 
 BASE, TWICE = Scale("width 256, context 256, 4,000 steps"), Scale("8,000 steps", steps=2 * LONG)
-SCALES = (BASE, Scale("context 512", context=512), TWICE, Scale("width 512", width=512))
-"""The dearest last: a call that is cut short has the others."""
+SCALES = (BASE, Scale("width 512", width=512), Scale("context 512", context=512), TWICE)
+"""The one most asked for first: a call that is cut short has it."""
 
 
 def at_scale(search: Search, scale: Scale, *, quick: bool = False) -> list[Entry]:
-    """Dense models, the rule and the best learned decider, as far as the search is complete."""
-    wanted = {RULE, best_learned(search)}
+    """Dense models, the rule and the best of the others, as far as the search is complete."""
+    deciders = [one.name for one in contenders.CONTENDERS if one.method == "span" and one.name != RULE]
+    wanted = {RULE, best_of(deciders, search), best_of(BLOCK_BY_BLOCK, search)}
     found = []
     for entry in entries(search):
         layers = entry.config.model.n_layer
@@ -64,9 +69,9 @@ def at_scale(search: Search, scale: Scale, *, quick: bool = False) -> list[Entry
     return found
 
 
-def best_learned(search: Search) -> str | None:
-    """The decider that came nearest to dense models in the search, the rule apart."""
-    choices = [search.choice(one) for one in contenders.CONTENDERS if one.method == "span" and one.name != RULE]
+def best_of(names: Iterable[str], search: Search) -> str | None:
+    """Of these contenders the one that came nearest to dense models in the search, or beat them by most."""
+    choices = [search.choice(one) for one in contenders.CONTENDERS if one.name in names]
     found = [choice for choice in choices if choice is not None]
     return min(found, key=lambda one: one.difference).contender.name if found else None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from paper.depth import TIMES, entries
+from paper.depth import TIMES, check_names, entries
 from paper.grid import Deadline, Progress, missing
 from paper.search import Search
 from tokendepth.config import RunConfig, to_dict
@@ -29,17 +29,23 @@ BYTES = 256
 
 def times(
     *,
+    only: tuple[str, ...] = (),
     quick: bool = False,
     max_minutes: float | None = None,
     results: Path = Path("results"),
     device: str = "auto",
     show: bool = True,
 ) -> Progress:
-    """Give every entry of `depth` a row, dense models first. Nothing else may run on the device meanwhile."""
+    """Give every entry of `depth` a row, dense models first. Nothing else may run on the device meanwhile.
+
+    `only` names the contenders and controls to time now, as in `depth`; none is all.
+    """
     if max_minutes is not None and not max_minutes > 0:
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
+    check_names(only)
     where, deadline, path = choose_device(device), Deadline.after(max_minutes), results / TIMES
     found = entries(Search.read(results, quick=quick), quick=quick)
+    found = [entry for entry in found if not only or entry.setting.method in only]
     todo = missing({entry.setting.title: entry.config for entry in found}, path)
     left = list(todo)
     while left and not deadline.passed():

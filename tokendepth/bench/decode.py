@@ -28,6 +28,7 @@ from tokendepth.bench.forward import (
     in_float32,
     parse_batches,
     parse_fractions,
+    sequences,
 )
 from tokendepth.bench.static_dense import StaticDense
 from tokendepth.cache import KVCache
@@ -37,7 +38,7 @@ from tokendepth.errors import UserError
 from tokendepth.infer.engine import decode_one, prefill
 from tokendepth.measure import calibrate
 from tokendepth.measure.clock import WARM_UP, captured, interleaved, quartiles
-from tokendepth.measure.evaluate import batches, load_model
+from tokendepth.measure.evaluate import load_model
 from tokendepth.model import LanguageModel
 from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, environment
@@ -138,11 +139,8 @@ def measure_run(
             f"{path} cannot be timed on a GPU, where a step is one graph: expected a method that decides "
             "on the device, d_model and d_ff multiples of 64 and heads of 16 numbers or more; take --device cpu"
         )
-    text, _ = next(batches(dataset, "val", run.config.model.context, device))
+    text, sizes = sequences(run, dataset, device, batches_asked)
     budgets = list(figures_of(run)) if run.evaluation else [None]
-    sizes = batches_asked or [batch for batch in (1, 8, 64) if batch <= len(text)]
-    if max(sizes) > len(text):
-        raise UserError(f"--batches asks for {max(sizes)} sequences; {path} is timed on {len(text)} at the most")
     context = text.shape[1]
     if context <= STEPS:
         raise UserError(f"{path} has a context of {context}; expected more than {STEPS} tokens to decode")

@@ -23,7 +23,6 @@ from torch import Tensor
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TSAConfig, method_name
 from tokendepth.context import Rows
 from tokendepth.data import Dataset
-from tokendepth.data.dataset import Split
 from tokendepth.data.of_run import dataset_of
 from tokendepth.errors import UserError
 from tokendepth.infer import auto
@@ -166,16 +165,12 @@ def measure_run(
             f"{path} cannot be timed on a GPU, where a pass is one graph: expected method dense, tsa or budget, "
             "d_model and d_ff multiples of 64 and heads of 16 numbers or more; take --device cpu"
         )
-    split: Split = "val"
-    text, _ = next(batches(dataset, split, run.config.model.context, device))
     evaluated = figures_of(run)
-    sizes = batches_asked or [batch for batch in SHAPES["paper"].batches if batch <= len(text)]
-    if max(sizes, default=0) > len(text):
-        raise UserError(f"--batches asks for {max(sizes)} sequences; {path} is timed on {len(text)} at the most")
+    text, sizes = sequences(run, dataset, device, batches_asked)
     with Progress(f"bench forward of {run.name}", len(sizes), unit="batch sizes") as progress:
         for batch in sizes:
             ids = text[:batch]
-            cases = {budget: _decided(trained, ids, run, budget, dataset) for budget in evaluated}
+            cases = {budget: decided(trained, ids, run, budget, dataset) for budget in evaluated}
             soft = trained.method.has_soft and cases.get(None) is not None and "soft" in evaluated[None]
             for row in _compared(run.name, served, ids, cases, soft=soft):
                 facts = {"benchmark": "forward", "shape": run.name, "positions": "trained", "run": run.name}
@@ -186,6 +181,22 @@ def measure_run(
                 }
                 yield write_row(results, {**facts, **row, **environment(device)})
             progress.advance()
+
+
+def sequences(
+    run: Run, dataset: Dataset, device: torch.device, asked: tuple[int, ...] | None
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Validation text `[sequence, time]` and the batch sizes to time: unless asked, as many as evaluating takes."""
+    context = run.config.model.context
+    evaluated = len(next(batches(dataset, "val", context, device))[0])
+    sizes = asked or tuple(size for size in SHAPES["paper"].batches if size <= evaluated)
+    text, _ = next(iter(dataset.windows("val", context, max(sizes))))
+    if max(sizes) > len(text):
+        raise UserError(
+            f"--batches asks for {max(sizes)} sequences; the validation text of {run.path} has {len(text)} of its "
+            f"context of {context}"
+        )
+    return torch.from_numpy(text).to(device), sizes
 
 
 def figures_of(run: Run) -> dict[float | None, dict[str, Row]]:
@@ -206,7 +217,7 @@ def figures_of(run: Run) -> dict[float | None, dict[str, Row]]:
 
 
 @torch.no_grad()
-def _decided(model: LanguageModel, ids: Tensor, run: Run, budget: float | None, dataset: Dataset) -> Tensor | None:
+def decided(model: LanguageModel, ids: Tensor, run: Run, budget: float | None, dataset: Dataset) -> Tensor | None:
     """The run's decisions on this text, in the precision that it was evaluated in; None without routers."""
     if budget is not None:
         calibrate.set_budget(model, run, budget, dataset, show=True)

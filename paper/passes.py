@@ -1,0 +1,127 @@
+"""The time of a forward pass of what `depth` trained: what a loss costs to run, beside dense models of that loss.
+
+Dense models need no weights for it; routed ones decide by their own routers, on validation text, in the run folder of
+their first seed. Skipping is checked against masking before it is timed; all take turns, so that drift hits all alike.
+
+    from paper.passes import passes
+    passes(only=("budget", "mod"))          # nothing else may run on the device meanwhile
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paper.depth import PASSES, Entry, check_names, entries
+from paper.grid import Progress as Done
+from paper.search import Search
+from tokendepth.bench.forward import as_served, built, check_equal, decided, in_float32, sequences
+from tokendepth.config import DenseConfig, to_dict
+from tokendepth.data.of_run import dataset_of
+from tokendepth.errors import UserError
+from tokendepth.infer.compile import compiled
+from tokendepth.measure.clock import WARM_UP, captured, interleaved, quartiles
+from tokendepth.measure.evaluate import load_model
+from tokendepth.model import LanguageModel
+from tokendepth.progress import Progress
+from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.results import Row, add_rows
+from tokendepth.runs.run import Run
+
+BATCHES = (1, 8, 64)
+REPEATS = {"cuda": 50, "cpu": 15}
+Condition = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One way to run the model of an entry."""
+
+    entry: Entry
+    how: str
+    run: Condition
+    active_fraction: float = 1.0
+
+
+def passes(
+    *,
+    only: tuple[str, ...] = (),
+    batches: tuple[int, ...] = BATCHES,
+    out: Path = Path("runs/depth"),
+    quick: bool = False,
+    results: Path = Path("results"),
+    device: str = "auto",
+    show: bool = True,
+) -> Done:
+    """A row for every dense model and every contender of `only` at each batch size."""
+    check_names(only)
+    where, found = choose_device(device), entries(Search.read(results, quick=quick), quick=quick)
+    dense = [entry for entry in found if entry.setting.method == "dense"]
+    routed = [entry for entry in found if entry.setting.method in only]
+    if missing := next((name for name in only if name not in {entry.setting.method for entry in routed}), None):
+        raise UserError(f"--only has {missing!r}: the search has chosen no setting of it; run: python -m paper search")
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # each model counts
+    with Progress("passes", len(batches), unit="batch sizes", show=show) as progress:
+        for batch in batches:
+            torch.compiler.reset()  # else code compiled for an earlier shape is made general, and slower
+            ways = [way for entry in routed for way in _routed(entry, out, batch, where)]
+            ways += [way for entry in dense for way in _dense(entry, batch, where)]
+            rows = _timed(ways, batch, where)
+            add_rows(results / PASSES, rows, identity=("config", "batch", "device"))
+            progress.advance()
+    return Done({}, [])
+
+
+@torch.no_grad()
+def _dense(entry: Entry, batch: int, device: torch.device) -> list[Timed]:
+    model = built(replace(entry.config.model, vocab_size=256), DenseConfig(), device)
+    ids = torch.randint(256, (batch, entry.config.model.context), generator=torch.Generator().manual_seed(0))
+    return [Timed(entry, how, run) for how, run in _ways(model, ids.to(device), "hard").items()]
+
+
+@torch.no_grad()
+def _routed(entry: Entry, out: Path, batch: int, device: torch.device) -> list[Timed]:
+    run = Run.open(out / next(iter(entry.runs(1))))
+    dataset, trained = dataset_of(run), load_model(run, device)
+    text, _ = sequences(run, dataset, device, (batch,))
+    decisions, model = decided(trained, text, run, None, dataset), as_served(load_model(run, device))
+    forced = {} if decisions is None else model.forcing(decisions)
+    found, hard = (model(text, execution="sparse", **forced), model(text, execution="hard", decisions=decisions))
+    exact = in_float32(model)
+    wanted = hard if exact is model else exact(text, execution="hard", decisions=decisions)
+    same = bool((found.trace.work == wanted.trace.work).all())
+    check_equal(found.logits, hard.logits, wanted.logits, same_decisions=same)
+    active = wanted.trace.totals().active_fraction
+    return [Timed(entry, how, run, active) for how, run in _ways(model, text, "sparse", **forced).items()]
+
+
+def _ways(model: LanguageModel, ids: Tensor, execution: str, **forced: Tensor) -> dict[str, Condition]:
+    fast = compiled(model)
+    return {
+        "eager": lambda: model(ids, execution=execution, **forced),
+        "compiled": lambda: fast(ids, execution=execution, **forced),
+    }
+
+
+@torch.no_grad()
+def _timed(ways: list[Timed], batch: int, device: torch.device) -> list[Row]:
+    """Of each entry the way that takes the least time."""
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    with Progress(f"batch {batch}: compiling", len(ways), unit="ways") as progress:
+        captures = {}
+        for number, way in enumerate(ways):
+            captures[number] = captured(way.run, device, pool=pool)
+            captures[number]()
+            progress.advance()
+    repeats = REPEATS[device.type]
+    with Progress(f"batch {batch}: timing", WARM_UP + repeats, unit="rounds") as progress:
+        spent = interleaved(captures, repeats, device, graphs=True, progress=progress)
+    rows: dict[str, Row] = {}
+    for number, way in enumerate(ways):
+        title, times = way.entry.setting.title, quartiles(spent[number])
+        if title not in rows or times[0] < rows[title]["pass_ms"][0]:
+            facts = {"batch": batch, "pass_ms": times, "how": way.how, "active_fraction": way.active_fraction}
+            rows[title] = {"name": title, "config": to_dict(way.entry.config), **facts, **environment(device)}
+    return list(rows.values())
