@@ -1,4 +1,4 @@
-"""One more token for each slot: the kernels, those for a few slots and those for many, against the reference in float64.
+"""One more token for each slot: the kernels, for a few slots and for many, against the reference in float64.
 
 They are measured in one subprocess, this file run as a script: Triton's interpreter has to be chosen before Triton is
 imported. It runs one program, which does everything; on a GPU the same script measures the real kernels, in bfloat16,
@@ -201,6 +201,17 @@ def test_who_has_a_kernel(kernels_on_a_gpu):
     assert not runs_kernel(torch.zeros(2, 1, 64, dtype=torch.bfloat16), weights), "on a CPU"
 
 
+@torch.no_grad()
+def test_a_few_slots_are_one_kernel_and_more_are_not(kernels_on_a_gpu):
+    def launched(slots: int) -> list[str]:
+        given = operands((slots, 64, 4, 4, 16, 64, 9)).to(torch.bfloat16)
+        arguments = given.h, given.layer, given.columns, None, given.weights
+        return kernels_on_a_gpu(lambda h, *rest: decode_block(h, h, *rest), *arguments)
+
+    assert launched(FEW_ROWS) == ["decode_block"]
+    assert launched(FEW_ROWS + 1) == ["decode_many"]
+
+
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 @pytest.mark.parametrize("name", [name for name, size in (SIZES | MODERN | BIASED).items() if size[0] == 1])
 @torch.no_grad()
@@ -272,7 +283,8 @@ def test_the_kernels_compile_for_a_gpu(name, path, monkeypatch):
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *arguments, **options: launches.append((self.kernel, arguments, options))
 
-    wanted = {inputs: ["_enter"], **({many: ["_attend", "_add", "_activate"]} if path == "many" else {block: ["_work"]})}
+    rest = {many: ["_attend", "_add", "_activate"]} if path == "many" else {block: ["_work"]}
+    wanted = {inputs: ["_enter"], **rest}
     for module, kernels in wanted.items():
         for kernel in kernels:
             monkeypatch.setattr(module, kernel, Launched(getattr(module, kernel)))

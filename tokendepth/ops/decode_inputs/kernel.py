@@ -71,8 +71,8 @@ def _enter(
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr,
     BLOCK_R: tl.constexpr, LINES: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, m): the m-th block of rows. The first tiles are each BLOCK_U of the router's UNITS hidden units, the
-    others pairs of a key or a value.
+    """Program (tile, m) is for the m-th block of rows: the first tiles make BLOCK_U of the router's UNITS hidden units
+    each, the others pairs of a key or a value.
 
     A pair is what rotary positions turn: number i of a head and number i + HALF. turns: rows of cosines and sines from
     one slot to the next, 0 where all share them.

@@ -59,6 +59,7 @@ def _queries(
     own = tl.load(q + at[:, None] + unit[None, :], inside, 0.0).to(tl.float32)
     if BIAS:
         own += tl.load(bias + bias_at[:, None] + unit[None, :], inside, 0.0).to(tl.float32)
+    scale = 1.0
     if NORM:
         scale = tl.rsqrt(tl.sum(own * own, 1) / (2 * HALF) + eps)[:, None]
         own *= scale * tl.load(norm + unit, known, 0.0).to(tl.float32)[None, :]
