@@ -1,8 +1,8 @@
 """Products of all rows by the library, and three kernels between them that leave out the rows that are not active.
 
-What those save is reading keys and values, the most of a step of many slots. Their rows of products are computed and
-not used: some are never written before, so they hold anything. While a kernel works on little, its spare programs bring
-the weights of the next product into the L2 cache.
+What that saves is reading their keys and values, the most of a step of many slots. Their rows of the products are
+computed and not used, so what goes into them may be anything. While a kernel has little to do, spare programs bring the
+weights of the next product into the L2 cache.
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
