@@ -1,4 +1,4 @@
-"""One more token for each slot: the kernels against the reference in float64.
+"""One more token for each slot: the kernels, for a few slots and for many, against the reference in float64.
 
 They are measured in one subprocess, this file run as a script: Triton's interpreter has to be chosen before Triton is
 imported. It runs one program, which does everything; on a GPU the same script measures the real kernels, in bfloat16,
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from tokendepth.ops import decode_block as chosen
 from tokendepth.ops.block_inputs import BlockInputs, NormWeights, RouterWeights, Threshold
-from tokendepth.ops.decode_block import MOST_ROWS, decode_block, runs_eager, runs_kernel
+from tokendepth.ops.decode_block import FEW_ROWS, MOST_ROWS, decode_block, runs_eager, runs_kernel
 from tokendepth.ops.decode_inputs import CacheLayer, KeyWeights, decode_inputs
 from tokendepth.ops.sparse_block import BlockWeights
 
@@ -30,7 +31,11 @@ SIZES = {
     "many": (37, 32, 2, 2, 16, 32, 19),
     "long": (2, 32, 2, 2, 16, 32, 150),
 }
-MODERN = {"modern, alone": (1, 24, 4, 2, 16, 40, 21), "modern": (3, 24, 4, 1, 16, 40, 21)}
+MODERN = {
+    "modern, alone": (1, 24, 4, 2, 16, 40, 21),
+    "modern": (3, 24, 4, 1, 16, 40, 21),
+    "shared by many": (2, 24, 10, 2, 16, 40, 45),
+}
 BIASED = {"biased, alone": (1, 40, 2, 1, 24, 72, 75), "biased": (5, 24, 4, 2, 16, 40, 9)}
 """And with biases everywhere, norms of queries and keys, and GeGLU."""
 ON_A_GPU = {
@@ -43,6 +48,8 @@ ON_A_GPU = {
     "SmolLM2": (8, 576, 9, 3, 64, 1536, 700),
 }
 MEASURED = {**SIZES, **MODERN, **BIASED, **(ON_A_GPU if torch.cuda.is_available() else {})}
+PATHS = {"one kernel": MOST_ROWS, "many": 0}
+"""Slots up to which one kernel does it all: each of both ways is tried with every number of slots."""
 SHARES = {"none": 0.0, "one": None, "some": 0.4, "all": 1.0}
 KINDS: tuple[dict[str, Any], ...] = (
     {"share": "none", "gate": True},
@@ -194,6 +201,17 @@ def test_who_has_a_kernel(kernels_on_a_gpu):
     assert not runs_kernel(torch.zeros(2, 1, 64, dtype=torch.bfloat16), weights), "on a CPU"
 
 
+@torch.no_grad()
+def test_a_few_slots_are_one_kernel_and_more_are_not(kernels_on_a_gpu):
+    def launched(slots: int) -> list[str]:
+        given = operands((slots, 64, 4, 4, 16, 64, 9)).to(torch.bfloat16)
+        arguments = given.h, given.layer, given.columns, None, given.weights
+        return kernels_on_a_gpu(lambda h, *rest: decode_block(h, h, *rest), *arguments)
+
+    assert launched(FEW_ROWS) == ["decode_block"]
+    assert launched(FEW_ROWS + 1) == ["decode_many"]
+
+
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 @pytest.mark.parametrize("name", [name for name, size in (SIZES | MODERN | BIASED).items() if size[0] == 1])
 @torch.no_grad()
@@ -226,10 +244,11 @@ def test_eager_is_for_one_token_alone_without_a_gradient():
 # --- kernel -----------------------------------------------------------------------------------------------------------
 
 
-def cases() -> dict[str, tuple[str, dict[str, Any]]]:
+def cases() -> dict[str, tuple[str, dict[str, Any], str]]:
     found = {}
-    for name, kind in product(MEASURED, KINDS):
-        found[f"{name}: {', '.join(str(v) if k == 'share' else k for k, v in kind.items())}"] = name, kind
+    for path, name, kind in product(PATHS, MEASURED, KINDS):
+        in_words = ", ".join(str(v) if k == "share" else k for k, v in kind.items())
+        found[f"{path}, {name}: {in_words}"] = name, kind, path
     return found
 
 
@@ -243,8 +262,9 @@ def test_kernel(measured):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ["alone, odd", "biased"])
-def test_the_kernels_compile_for_a_gpu(name, monkeypatch):
+def test_the_kernels_compile_for_a_gpu(name, path, monkeypatch):
     """Without one: Triton's interpreter knows no types, so that it runs what its compiler refuses."""
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -252,6 +272,7 @@ def test_the_kernels_compile_for_a_gpu(name, monkeypatch):
 
     from tokendepth.ops.decode_block import kernel as block
     from tokendepth.ops.decode_inputs import kernel as inputs
+    from tokendepth.ops.decode_many import kernel as many
 
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
@@ -262,17 +283,21 @@ def test_the_kernels_compile_for_a_gpu(name, monkeypatch):
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *arguments, **options: launches.append((self.kernel, arguments, options))
 
-    for module, kernel in ((inputs, "_enter"), (block, "_work")):
-        monkeypatch.setattr(module, kernel, Launched(getattr(module, kernel)))
+    rest = {many: ["_attend", "_add", "_activate"]} if path == "many" else {block: ["_work"]}
+    wanted = {inputs: ["_enter"], **rest}
+    for module, kernels in wanted.items():
+        for kernel in kernels:
+            monkeypatch.setattr(module, kernel, Launched(getattr(module, kernel)))
         monkeypatch.setattr(module, "programs_at_once", lambda device: 132)
         monkeypatch.setattr(module, "overlapped", lambda h: {"OVERLAP": 2, "launch_pdl": True})
+    monkeypatch.setattr(chosen, "FEW_ROWS", PATHS[path])
     given = operands((SIZES | BIASED)[name], "some", gate=True).to(torch.bfloat16)
     given.block(given.inputs("kernel").x, "kernel")
     types = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
-    assert len(launches) == 2
+    assert [kernel.fn.__name__ for kernel, *_ in launches] == [name for names in wanted.values() for name in names]
     for kernel, arguments, options in launches:
         settings = {name: options.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
-        options["FETCH"] = True
+        options |= {"FETCH": True} if "FETCH" in kernel.arg_names else {}
         signature = dict.fromkeys(options, "constexpr")
         for argument, value in zip(kernel.arg_names, arguments, strict=False):
             is_tensor = isinstance(value, Tensor)
@@ -313,7 +338,8 @@ def at(part: Tensor, there: Tensor) -> Tensor:
     return part.transpose(1, 2)[there].clone()
 
 
-def compared(name: str, kind: dict[str, Any], to: tuple[torch.dtype, str]) -> dict[str, Any]:
+def compared(name: str, kind: dict[str, Any], path: str, to: tuple[torch.dtype, str]) -> dict[str, Any]:
+    chosen.FEW_ROWS = PATHS[path]
     given = operands(MEASURED[name], **kind)
     # The layer's own numbers are the same everywhere: rounded ones, so that only what is computed differs.
     given = given.to(to[0]).to(torch.float32)
@@ -358,11 +384,12 @@ def compared(name: str, kind: dict[str, Any], to: tuple[torch.dtype, str]) -> di
 def _measure() -> None:
     """Print one JSON object: for every case, what `test_kernel` asks."""
     from tokendepth.ops.decode_block import kernel
+    from tokendepth.ops.decode_many import kernel as many
 
     on_gpu = torch.cuda.is_available()
     to = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
     if not on_gpu:  # so that small shapes are cut as large ones are
-        kernel.KEYS = 16
+        kernel.KEYS, many.TILE, many.PROGRAMS, many.UNITS = 16, 16 * 16, 16, 32
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written holds NaN
     with torch.no_grad():
         found = {case: compared(*arguments, to) for case, arguments in cases().items()}

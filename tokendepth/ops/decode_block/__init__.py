@@ -1,7 +1,8 @@
 """A block for one more token of each slot of a cache, where that token is active; the others pass unchanged.
 
-A decoding step is as long as its weights take to arrive from memory, so where nobody is active none are loaded: a
-kernel returns first, without asking the host. On a CPU, of one sequence, the host looks at the decision itself.
+A decoding step of a few slots is as long as its weights take to arrive from memory, so where nobody is active none are
+loaded: a kernel returns first, without asking the host. Of more slots some token is active nearly everywhere, and only
+keys and values are left unread (`decode_many`). On a CPU, of one sequence, the host looks at the decision itself.
 """
 
 import torch
@@ -13,8 +14,11 @@ from tokendepth.ops.sparse_block import BlockWeights, Rotation, has_kernel
 
 __all__ = ["decode_block", "runs_eager", "runs_kernel"]
 
-MOST_ROWS = 16
-"""More tokens than this are computed as a prompt is: 64 take 3.9 ms so, and 5.0 by these kernels (H200, d 1,024)."""
+FEW_ROWS = 4
+"""Up to so many slots one kernel does it all; for more, the library's products are faster. To be measured: of 8 slots a
+step by that kernel takes 1.8 ms, a compiled dense one 1.2 (H200, d 1,024)."""
+MOST_ROWS = 256
+"""More tokens than this are computed as a prompt is, by products of the active rows alone."""
 
 
 def runs_kernel(h: Tensor, weights: BlockWeights | None) -> bool:
@@ -46,7 +50,9 @@ def decode_block(
     """
     if backend == "auto":
         backend = "kernel" if serves(h) else "eager"
-    if backend == "kernel":
+    if backend == "kernel" and len(h) > FEW_ROWS:
+        from tokendepth.ops.decode_many.kernel import kernel as run
+    elif backend == "kernel":
         from tokendepth.ops.decode_block.kernel import kernel as run
     elif backend == "eager":
         from tokendepth.ops.decode_block.eager import eager as run

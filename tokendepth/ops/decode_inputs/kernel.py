@@ -1,4 +1,4 @@
-"""One kernel. Its first programs run the router, the others make keys and values; all of them normalise the rows
+"""One kernel. Its first programs run the router, the others make keys and values; all of them normalise their rows
 themselves. The last of the router's programs to end adds up what they found, and decides.
 """
 
@@ -71,7 +71,8 @@ def _enter(
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr,
     BLOCK_R: tl.constexpr, LINES: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The first programs each make BLOCK_U of the router's UNITS hidden units, the others pairs of a key or a value.
+    """Program (tile, m) is for the m-th block of rows: the first tiles make BLOCK_U of the router's UNITS hidden units
+    each, the others pairs of a key or a value.
 
     A pair is what rotary positions turn: number i of a head and number i + HALF. turns: rows of cosines and sines from
     one slot to the next, 0 where all share them.
@@ -88,8 +89,8 @@ def _enter(
             fetch(w, begin, 2 * HEADS * WIDTH, BLOCK_P, D, BLOCK_P * LINES)
             fetch(w, begin + HALF, 2 * HEADS * WIDTH, BLOCK_P, D, BLOCK_P * LINES)
     after_previous(OVERLAP)
-    total = count(given, batch, ALL, BLOCK_B)
-    for first in range(0, total, BLOCK_M):
+    first = tl.program_id(1) * BLOCK_M
+    if first < count(given, batch, ALL, BLOCK_B):
         place, there, _ = rows(given, first, batch, ALL, BLOCK_B, BLOCK_M)
         at = place * D
         if tile < 0:
@@ -137,7 +138,7 @@ def _enter(
     let_next_begin(OVERLAP)
     slot = tl.arange(0, BLOCK_B)
     here = slot < batch
-    if tile == 0:
+    if (tile == 0) & (first == 0):
         others = tl.full([BLOCK_B], 1, tl.int32)
         if LEAVING:
             others = (tl.load(leaving + slot, here, 0) != 0).to(tl.int32)
@@ -146,7 +147,7 @@ def _enter(
     if ROUTING > 0:  # noqa: SIM102 - compiled only where it holds
         if tile < 0:
             tl.debug_barrier()  # all threads have stored before one says so
-            if tl.atomic_add(arrived, 1, sem="acq_rel") == ROUTING - 1:
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == ROUTING * tl.num_programs(1) - 1:
                 tl.store(arrived, 0)  # for the next kernel
                 program = tl.arange(0, BLOCK_R)
                 made = (program < ROUTING)[:, None] & here[None, :]
@@ -181,7 +182,7 @@ def _inputs(
     sizes["BLOCK_D"] = min(sizes["BLOCK_D"], max(16, LARGEST_TILE // (2 * pairs)))
     routing = triton.cdiv(units, UNITS)
     partial = h.new_empty(max(1, routing), batch, dtype=torch.float32)
-    grid = (routing + 2 * heads * triton.cdiv(half, pairs),)
+    grid = (routing + 2 * heads * triton.cdiv(half, pairs), triton.cdiv(batch, sizes["BLOCK_M"]))
     _, arrived = counters(h.device, programs_at_once(h.device))
     flags = seen.view(torch.uint8)
     rotation = (h, h) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())

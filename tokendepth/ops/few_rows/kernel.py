@@ -18,7 +18,6 @@ from torch import Tensor
 # BLOCK_D: the same where a norm is taken first; a row that is one piece is read once.
 ALONE = {"BLOCK_M": 1, "BLOCK_D": 1024, "BLOCK_K": 1024, "num_warps": 8}
 FEW = {"BLOCK_M": 16, "BLOCK_D": 1024, "BLOCK_K": 512, "num_warps": 8, "num_stages": 2}
-SOME = {"BLOCK_M": 32, "BLOCK_D": 512, "BLOCK_K": 512, "num_warps": 8, "num_stages": 2}
 FEWEST_COLUMNS, MOST_COLUMNS = 16, 32
 """Rows of a matrix that a program takes at once; of one token alone as few as there are for each program."""
 
@@ -187,8 +186,7 @@ def counters(device: torch.device, programs: int) -> tuple[Tensor, Tensor]:
 
 def launch(h: Tensor) -> dict[str, int]:
     """Sizes for tokens `h` `[slots, 1, d]`."""
-    rows, most = len(h), max(16, triton.next_power_of_2(h.shape[-1]))
-    chosen = ALONE if rows == 1 else FEW if rows <= FEW["BLOCK_M"] else SOME
+    chosen, most = ALONE if len(h) == 1 else FEW, max(16, triton.next_power_of_2(h.shape[-1]))
     return {**chosen, "BLOCK_D": min(chosen["BLOCK_D"], most), "BLOCK_K": min(chosen["BLOCK_K"], most)}
 
 
