@@ -64,7 +64,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Compare:
-    """Every method at the same budgets beside dense models and random routing: two tables, one figure.
+    """Every method beside dense models of the same FLOPs, and random routing: two tables, one figure.
 
     What has its row in results/ is not repeated.
     """

@@ -9,6 +9,7 @@ from pathlib import Path
 from paper.evidence import NOT_RUN, needs_report_extra, show
 from paper.outcomes import OUTSIDE, Outcomes
 from paper.settings import COMPARISONS, LAYERS, SAME_FLOPS, SAME_PARAMETERS, Setting
+from paper.shares import off, older
 from tokendepth.report.summary import DASH, Stat
 from tokendepth.report.tables import piped
 from tokendepth.runs.files import disk_faults, write_bytes
@@ -49,8 +50,6 @@ NOTES = """\
 - Budget and random routing are trained by two passes a step at budgets that are drawn on Tiny-Shakespeare, by one pass
   at 0.4 on enwik8, where two passes and drawn budgets cost quality ([log](LOG.md)). So one model serves every budget on
   the first only.
-- The row of budget routing on enwik8 is older than the calibration that looks at as much text as a share needs: fewer
-  tokens are active than were named.
 - `two passes` skips nothing: routers keep and weigh all tokens, trained as budget routing is on Tiny-Shakespeare, by
   two passes a step that are drawn together. `half the batch` is budget routing at the training cost of a dense step.
 """
@@ -67,6 +66,9 @@ def document(all_outcomes: list[Outcomes], figures: dict[str, str]) -> str:
             parts.append(
                 wrapped(f"Evaluated on the first {comparison.tokens:,} characters of the validation text.") + "\n"
             )
+        shares = outcomes.shares()
+        if note := older(shares):
+            parts.append(wrapped(f"{note} Their shares are {off(shares)}.") + "\n")
         parts.append(f"### Matched parameters\n\n{matched_parameters(outcomes)}")
         parts.append(f"### Matched FLOPs\n\n{matched_flops(outcomes)}")
         parts.append(verdicts(outcomes))

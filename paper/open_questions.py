@@ -4,7 +4,9 @@ from statistics import fmean
 
 from paper.evidence import BITS, NOT_RUN, Evidence, collapses, show
 from paper.findings.finding import steps
+from paper.shares import Shares, off, older
 from paper.tables import DENSE, ENWIK8_DENSE, ENWIK8_TSA, ROUTING, SIZES, TSA, penalty, scaled
+from tokendepth.config import BudgetConfig
 from tokendepth.report.summary import Stat
 
 LEVELS = (2.5, 2.0, 1.8)
@@ -141,10 +143,18 @@ def scaling(e: Evidence) -> str:
             f"{NOT_RUN if answer is None else 'collapses' if answer else 'survives'}; budget, executed, "
             f"{show(budget, '+.1%')}"
         )
+    shares = [
+        Shares.of(method, method.budget, row["evaluation"]["hard"]["active_fraction_per_site"], row["evaluated_on"])
+        for size in SIZES
+        if isinstance(method := e.configs[label := scaled(size, "budget")].method, BudgetConfig)
+        for row in e.rows(label)
+    ]
+    note = older(shares)
     return (
         "`python -m paper reproduce scaling`: enwik8, 1,500 steps of the paper's recipe, one seed, the first 1,048,576 "
         "characters of the validation split: a first look, trained far from the end.\n\n"
         + "\n".join(lines)
+        + (f"\n\n{note} Their shares are {off(shares)}." if note else "")
         + f"\n\n**First answer.** {'. '.join(said)}. One seed is one seed."
     )
 

@@ -11,7 +11,8 @@ from paper import settings
 from paper.evidence import by_experiment
 from paper.grid import same
 from paper.settings import SAME_FLOPS, SAME_PARAMETERS, Comparison, Setting
-from tokendepth.config import RunConfig, from_dict
+from paper.shares import Shares
+from tokendepth.config import BudgetConfig, RunConfig, from_dict
 from tokendepth.report.summary import Stat
 from tokendepth.runs.results import Row, read_rows
 
@@ -120,6 +121,21 @@ class Outcomes:
     def stat(self, setting: Setting, name: str) -> Stat | None:
         values = tuple(getattr(one, name) for one in self.executed(setting))
         return Stat(values) if values else None
+
+    def shares(self) -> list[Shares]:
+        """Of every setting with a budget, as it was executed, seed by seed."""
+        return [
+            Shares.of(
+                method,
+                setting.budget or method.budget,
+                point["sparse"]["active_fraction_per_site"],
+                row["evaluated_on"],
+            )
+            for setting, config in self.configs.items()
+            if isinstance(method := config.method, BudgetConfig)
+            for row in self._seeds(setting).values()
+            if (point := _point(row, setting.budget))
+        ]
 
     def curve(self, setting: Setting) -> list[tuple[float, float, float]]:
         """FLOPs per token, mean loss and its standard deviation at every point of a model's curve, cheapest first."""

@@ -16,6 +16,7 @@ from paper.outcomes import OUTSIDE, Outcomes
 from paper.schematic import SCHEMATICS, schematic
 from paper.search import Search
 from paper.settings import COMPARISONS, Setting
+from paper.shares import off, older
 from paper.tradeoffs import draw
 from tokendepth.report.figures import Drawing
 from tokendepth.report.summary import Stat
@@ -54,7 +55,16 @@ def _numbers(method: str, all_outcomes: list[Outcomes]) -> str:
     devices = sorted({cost["time"]["device"] for o, s in shown if (cost := o.cost(s))})
     speeds = f" Speeds are of {', '.join(devices)}, op by op; [SPEED.md](../SPEED.md) has others." if devices else ""
     about = _ABOUT_BYTES if method in MEMBERS else _ABOUT
-    return "\n".join([*parts, table(titles, rows, words=2), f"{wrapped(about + speeds)}\n"])
+    old = _old_thresholds(all_outcomes) if method == "budget" else []
+    return "\n".join([*parts, table(titles, rows, words=2), *old, f"{wrapped(about + speeds)}\n"])
+
+
+def _old_thresholds(all_outcomes: list[Outcomes]) -> list[str]:
+    shares = {o.comparison.title: found for o in all_outcomes if older(found := o.shares())}
+    if not shares:
+        return []
+    said = "; ".join(f"on {title} {off(found)}" for title, found in shares.items())
+    return [wrapped(f"{older([one for found in shares.values() for one in found])} Their shares are {said}.") + "\n"]
 
 
 _ABOUT = (

@@ -131,6 +131,6 @@ def what_survives(e: Evidence) -> Finding:
         f"{show(e.stat(tables.BUDGET, 'flops_skipped'), '.1%')} of the FLOPs skipped; dense "
         f"{show(e.stat(DENSE, 'hard', 'loss'))}. Its training step costs two passes, which is a regulariser of its own "
         "on so small a text ([README](../README.md)). On enwik8, executed against dense of the same size in the "
-        f"scaling study below: {', '.join(scales) or NOT_RUN} ([log](LOG.md))."
+        f"scaling study below, which tells how thresholds were found: {', '.join(scales) or NOT_RUN} ([log](LOG.md))."
     )
     return Finding("What survives execution", "Note.", text)

@@ -1,6 +1,7 @@
 """ACT by hand: weights that add up to 1, the ponder cost and its gradient, frozen states, and what a step costs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,19 @@ def test_at_first_two_steps_are_taken():
     model = build(RunConfig(model=MODEL, method=ACTConfig()))
     assert model.method.halting.logit.bias.item() == 1.0
     assert (model(torch.randint(11, (4, TIME))).trace.work.sum(0) == 2).all()
+
+
+@pytest.mark.parametrize("kind", ["learned", "rotary"])
+def test_where_positions_enter(kind):
+    """Rotary ones at every step, as in the Universal Transformer; learned ones once, and the steps do not see them."""
+    model = build(RunConfig(model=replace(MODEL, positions=kind), method=ACTConfig())).eval()
+    entered, turned = [], []
+    model.positions.register_forward_hook(lambda *_: entered.append(True))
+    model.method.block.register_forward_pre_hook(lambda _, given: turned.append(given[1].rotation))
+    model(torch.randint(11, (2, TIME)), execution="hard")
+    assert len(turned) == STEPS
+    assert all((rotation is not None) == (kind == "rotary") for rotation in turned)
+    assert len(entered) == (kind == "learned")
 
 
 # --- the ponder cost --------------------------------------------------------------------------------------------------

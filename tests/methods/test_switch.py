@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokendepth import methods
 from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig, RunConfig, SwitchConfig
 from tokendepth.measure.flops import count_flops
@@ -140,6 +141,14 @@ def test_the_losses_carry_their_weights():
         balance, z = (float(x) for x in balance_and_z(logits, logits.argmax(-1), Context()))
     assert float(losses["balance"].detach()) == pytest.approx(0.5 * balance, rel=1e-5)
     assert float(losses["z"].detach()) == pytest.approx(0.25 * z, rel=1e-5)
+
+
+def test_the_losses_are_means_over_the_switched_blocks(monkeypatch):
+    """Where the paper adds them up: a weight means the same at any depth."""
+    of_blocks = iter([(1.0, 10.0), (3.0, 30.0)])
+    monkeypatch.setattr(methods.switch, "balance_and_z", lambda *_: tuple(map(torch.tensor, next(of_blocks))))
+    losses = switch(every=1, balance_loss=0.5, z_loss=0.25).train().method(states(), Context()).losses
+    assert {name: float(loss) for name, loss in losses.items()} == {"balance": 0.5 * 2, "z": 0.25 * 20}
 
 
 def test_jitter_is_for_training():

@@ -196,10 +196,12 @@ def made_up(loss: float, flops: float) -> Outcomes:
         plain = starts[one.method] - layers / 10 if one.method in starts else None
         for seed in range(3):
             mean, cost = (loss, flops) if plain is None else (plain, 1e6 * layers)
-            found = {"sparse": {"loss": mean + 0.01 * seed, "active_fraction": 1.0}}
+            blocks = [1.0, 0.41, 0.38] if one.method == "budget" else [1.0] * layers
+            figures = {"loss": mean + 0.01 * seed, "active_fraction": 1.0, "active_fraction_per_site": blocks}
+            found: dict[str, Any] = {"sparse": figures}
             found |= {"flops_per_token": cost, "tlops_skipped": 0.0, "parameters": 100}
             found["curve"] = [{**found, "budget": 0.4}]
-            rows.setdefault(same(config[one], seed=False), {})[seed] = {"evaluation": found}
+            rows.setdefault(same(config[one], seed=False), {})[seed] = {"evaluation": found, "evaluated_on": {}}
     return Outcomes(SHAKESPEARE, config, rows, {})
 
 
@@ -255,6 +257,16 @@ def test_a_model_of_one_budget_needs_no_curve():
     assert found.executed(setting("budget 0.4")) == curved
     assert found.curve(setting("budget 0.4")) == []
     assert found.executed(setting("budget 0.7")) == [], "it was not executed there"
+
+
+def test_rows_of_an_old_calibration_say_so_above_their_tables():
+    found = made_up(loss=2.6, flops=3.5e6)
+    assert "theirs looked at" not in document([found], {})
+    for row in found.rows[same(found.configs[setting("budget 0.4")], seed=False)].values():
+        row["evaluated_on"] = {"commit": "2752c6f566f7"}
+    said = " ".join(document([found], {}).split("### Matched parameters")[0].split())
+    assert "theirs looked at 32,768 tokens" in said
+    assert "off by 0.0200 in a single block at the most, by 0.0050 in the mean over blocks" in said
 
 
 def test_a_row_without_its_curve_is_not_run():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paper.wanted import Runs, _accuracy, _against_dense, _at_same_flops, _held, page
+from paper.wanted import SECTIONS, Runs, _accuracy, _against_dense, _at_same_flops, _held, page
 from tokendepth.config import BudgetConfig, DataConfig, DenseConfig, ModelConfig, RunConfig, TrainConfig, to_dict
 from tokendepth.report.pareto import pareto
 from tokendepth.report.results import records
@@ -111,22 +111,48 @@ def test_random_routing_is_no_budget_model(tmp_path):
 
 def test_a_share_that_was_not_held_is_named(tmp_path):
     found = runs(tmp_path, *(made_up(1.0, 9.0, s, budget=0.4, active=a) for s, a in enumerate((0.401, 0.385))))
-    held = _held((0.4,), within=0.01)(found)
+    held = _held(within=0.01)(found)
     assert held is not None
     words = "off by 0.0150 in a single block at the most, by 0.0150 in the mean over blocks"
     assert (held.words, held.met, held.seeds) == (words, False, 2)
 
 
-def test_a_share_is_held_in_every_block_also_of_deeper_models(tmp_path):
-    """Blocks that miss it on either side have the right mean."""
-    six = made_up(1.0, 9.0, 0, budget=0.4, active=0.4, blocks=[0.42, 0.38, 0.4, 0.4, 0.4])
-    held = _held((0.4,), within=0.01)(runs(tmp_path, six))
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"budget": 0.4, "blocks": [0.42, 0.38, 0.4, 0.4, 0.4]},
+            "off by 0.0200 in a single block at the most, by 0.0000",
+        ),
+        ({"budget": 0.34, "active": 0.37, "layers": 12}, "off by 0.0300 in a single block at the most, by 0.0300"),
+        (
+            {"budget": 0.6, "active": 0.64, "routing": "random"},
+            "off by 0.0400 in a single block at the most, by 0.0400",
+        ),
+    ],
+)
+def test_a_share_is_held_in_every_block_of_every_row(tmp_path, row, words):
+    """Blocks that miss it on either side have the right mean; deeper models and other budgets are not left out."""
+    found = runs(tmp_path, *DENSE, made_up(1.0, 9.0, 1, budget=0.4, active=0.4), made_up(1.0, 9.0, 0, **row))
+    held = _held(within=0.01)(found)
     assert held is not None
-    assert (held.words[:15], held.met) == ("off by 0.0200 i", False)
-    twelve = made_up(1.0, 9.0, 0, layers=12, budget=0.34, active=0.37)
-    found = runs(tmp_path, made_up(1.0, 9.0, 1, budget=0.4, active=0.4), twelve)
-    held = [_held((0.4,), within=0.035, deep=deep)(Runs(found.found[1:])) for deep in (None, 0.34)]
-    assert [one.words[:13] for one in held if one] == ["off by 0.0000", "off by 0.0300"]
+    assert held.words.startswith(words)
+    assert held.met is False
+
+
+def test_rows_of_an_old_calibration_say_so(tmp_path):
+    """As long as they are there: the sentence goes with the last of them."""
+    section, row = SECTIONS[1], made_up(1.0, 9.0, 0, budget=0.4, active=0.4)
+    for commit, said in (
+        ("27791e8ca2c1", ["32,768 tokens"]),
+        ("ccc76dcc8817", ["the mean over the blocks"]),
+        ("1", []),
+    ):
+        path = tmp_path / commit / section.file
+        add_rows(path, [{**row, "trained_on": {"commit": commit}}], identity=("config",))
+        lines = [line for line in page(path.parent).splitlines() if "theirs looked at" in line]
+        assert len(lines) == len(said)
+        assert all(words in line for words, line in zip(said, lines, strict=True))
 
 
 def test_accuracy_and_work_both_count(tmp_path):

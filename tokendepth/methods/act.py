@@ -9,8 +9,9 @@ weighted sum, whose weights add up to 1; N is a constant to the gradient, so tha
 any h before the last one rises. Positions that have halted are frozen: they are not transformed any more, and the
 others keep attending to the state they halted with, through the block's key and value projections at each step.
 
-The Universal Transformer adds positions at every step. Rotary ones enter at every step here too; learned ones once,
-with the embedding, and the residual stream carries them on: a deviation, kept so that saved models stay what they are.
+The Universal Transformer adds positions at every step, beside the step's signal. Rotary ones enter at every step here
+too; learned ones once, with the embedding, and the residual stream carries them on: a deviation, kept so that saved
+models stay what they are.
 Left open by the sources and decided here: the block is the pre-norm one of this project; h reads the state after the
 step, as in Graves (the other public reading is before it). `max_steps` is the model's number of layers unless set, so
 that at full depth it costs the same. There is no softer execution than this one: hard computes every step for every
