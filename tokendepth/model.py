@@ -127,7 +127,8 @@ class Block(nn.Module):
         weights, layer = self.kernel_weights(), self.attention.cached(ctx)
         assert weights is not None
         assert ctx.columns is not None
-        return decode_block(h, inputs.x, layer, ctx.columns, active, weights, gate, ctx.rotation)
+        rest = active, weights, gate, ctx.rotation, inputs.unwritten
+        return decode_block(h, inputs.x, layer, ctx.columns, *rest)
 
     def _decode_inputs(
         self,
@@ -137,7 +138,7 @@ class Block(nn.Module):
         threshold: Threshold | None = None,
         among: Tensor | None = None,
     ) -> BlockInputs:
-        """Leaves keys and values in the cache: everybody's, or those of the tokens `among`."""
+        """Leaves keys and values in the cache, or to `decode_block`: everybody's, or those of the tokens `among`."""
         attention, leaving = self.attention, ctx.valid if among is None else among
         assert ctx.writes is not None
         parts = norm_weights(self.norm_attention), attention.key_weights(), attention.cached(ctx), ctx.writes

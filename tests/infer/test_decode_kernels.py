@@ -20,7 +20,7 @@ from tokendepth.cache import KVCache
 from tokendepth.config import ModelConfig, RunConfig
 from tokendepth.infer.engine import decode_one, prefill
 from tokendepth.methods import build
-from tokendepth.ops import decode_block
+from tokendepth.ops import decode_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSIC = ModelConfig(32, 3, 2, 48, TIME, 0.0, VOCABULARY)
@@ -61,7 +61,7 @@ def _compared(case: str, block: str) -> tuple[float, int, dict[str, int]]:
     """Largest difference of logits and sites that worked differently, over some steps; and the kernels launched."""
     from tests.test_one_graph import Launched
 
-    decode_block.FEW_ROWS = 0 if block == "modern" else 2
+    decode_inputs.FEW_ROWS = 0 if block == "modern" else 2
     depth = DEPTH.get(case, 3)
     config = RunConfig(model=replace(BLOCKS[block], n_layer=depth), method=CASES[case])
     model = enlivened(build(config).eval(), tokens(64), SPREAD.get(case, 1.0))

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tokendepth.ops import decode_block as chosen
+from tokendepth.ops import decode_inputs as chosen
 from tokendepth.ops.block_inputs import BlockInputs, NormWeights, RouterWeights, Threshold
-from tokendepth.ops.decode_block import FEW_ROWS, MOST_ROWS, decode_block, runs_eager, runs_kernel
-from tokendepth.ops.decode_inputs import CacheLayer, KeyWeights, decode_inputs
+from tokendepth.ops.decode_block import MOST_ROWS, decode_block, runs_eager, runs_kernel
+from tokendepth.ops.decode_inputs import FEW_ROWS, CacheLayer, KeyWeights, decode_inputs
 from tokendepth.ops.sparse_block import BlockWeights
 
 ROUNDING = 2.0**-22  # of sums in float32, in another order than the library's
@@ -83,9 +83,9 @@ class Given(NamedTuple):
             return decode_inputs(*start, self.threshold.valid, None, self.router, self.threshold, backend=backend)
         return decode_inputs(*start, self.active, self.active, backend=backend)
 
-    def block(self, x: Tensor, backend: str) -> Tensor:
-        rest = self.columns, self.active, self.weights, self.gate, self.rotation
-        return decode_block(self.h, x, self.layer, *rest, backend=backend)
+    def block(self, inputs: BlockInputs, backend: str) -> Tensor:
+        rest = self.columns, self.active, self.weights, self.gate, self.rotation, inputs.unwritten
+        return decode_block(self.h, inputs.x, self.layer, *rest, backend=backend)
 
     def to(self, dtype: torch.dtype, device: str = "cpu") -> "Given":
         def one(x: Any) -> Any:
@@ -127,9 +127,8 @@ def operands(
         random(d) if biased else None, modern,
     )  # fmt: skip
     kv_out = 2 * kv_heads * width
-    keys = KeyWeights(
-        kv_heads, matrix(kv_out, d), random(kv_out) if biased else None, random(width) if biased else None, 0.3
-    )
+    kv = matrix(kv_out, d), random(kv_out) if biased else None, random(width) if biased else None, 0.3
+    keys = KeyWeights(kv_heads, *kv, torch.cat([weights.query, kv[0]]))
     active = torch.rand(batch, 1, generator=dice) < (SHARES[share] or 0.0)
     if share == "one":
         active[batch // 2] = True
@@ -168,7 +167,7 @@ def test_the_reference_reads_no_more_than_it_may(name):
     given = operands((SIZES | MODERN | BIASED)[name], "some", gate=True, resting=True).to(torch.float64)
     before = given.to(torch.float64)
     inputs = given.inputs("reference")
-    found = given.block(inputs.x, "reference")
+    found = given.block(inputs, "reference")
     assert found is given.h
     assert found.isfinite().all()
     assert found.abs().max() < 1e3
@@ -178,7 +177,7 @@ def test_the_reference_reads_no_more_than_it_may(name):
 
 def test_an_unknown_backend_is_refused():
     given = operands(SIZES["few"])
-    for run in (given.inputs, lambda backend: given.block(given.h, backend)):
+    for run in (given.inputs, lambda backend: given.block(BlockInputs(given.h, None, None), backend)):
         with pytest.raises(ValueError, match="unknown backend 'fast'"):
             run("fast")
 
@@ -205,11 +204,10 @@ def test_who_has_a_kernel(kernels_on_a_gpu):
 def test_a_few_slots_are_one_kernel_and_more_are_not(kernels_on_a_gpu):
     def launched(slots: int) -> list[str]:
         given = operands((slots, 64, 4, 4, 16, 64, 9)).to(torch.bfloat16)
-        arguments = given.h, given.layer, given.columns, None, given.weights
-        return kernels_on_a_gpu(lambda h, *rest: decode_block(h, h, *rest), *arguments)
+        return kernels_on_a_gpu(lambda *parts: Given(*parts).block(Given(*parts).inputs("auto"), "auto"), *given)
 
-    assert launched(FEW_ROWS) == ["decode_block"]
-    assert launched(FEW_ROWS + 1) == ["decode_many"]
+    assert launched(FEW_ROWS) == ["decode_inputs", "decode_block"]
+    assert launched(FEW_ROWS + 1) == ["decode_inputs", "decode_many"]
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
@@ -292,7 +290,7 @@ def test_the_kernels_compile_for_a_gpu(name, path, monkeypatch):
         monkeypatch.setattr(module, "overlapped", lambda h: {"OVERLAP": 2, "launch_pdl": True})
     monkeypatch.setattr(chosen, "FEW_ROWS", PATHS[path])
     given = operands((SIZES | BIASED)[name], "some", gate=True).to(torch.bfloat16)
-    given.block(given.inputs("kernel").x, "kernel")
+    given.block(given.inputs("kernel"), "kernel")
     types = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
     assert [kernel.fn.__name__ for kernel, *_ in launches] == [name for names in wanted.values() for name in names]
     for kernel, arguments, options in launches:
@@ -328,8 +326,8 @@ def results(given: Given, backend: str) -> dict[str, Tensor]:
     assert routed.decision is not None
     there = torch.arange(given.layer.seen.shape[1], device=given.h.device) == given.writes
     found = {"logit": routed.decision.logit, "keep": routed.decision.kept(), "x": routed.x}
+    found["h"] = given.block(routed, backend).clone()
     found |= {"keys": at(given.layer.keys, there), "values": at(given.layer.values, there)}
-    found["h"] = given.block(routed.x, backend).clone()
     return found
 
 
@@ -364,6 +362,7 @@ def compared(name: str, kind: dict[str, Any], path: str, to: tuple[torch.dtype, 
         changed += [] if torch.equal(kernel.h[rest], before.h[rest]) else ["h"]
         alone, wanted = before.to(*to), before.to(torch.float64)
         found, x = alone.inputs("kernel", routed=False), wanted.inputs("reference", routed=False).x
+        alone.block(found, "kernel")  # which may have keys to write
         active = alone.active
         assert active is not None
         errors["x of the active"] = error(found.x[active], x[active.cpu()]), error(by_library["x"], expected["x"])

@@ -72,7 +72,7 @@ class Attention(nn.Module):
     def key_weights(self) -> KeyWeights:
         """For the kernels that decode."""
         norm = (None, 0.0) if self.norm_k is None else (self.norm_k.weight, self.norm_k.eps)
-        return KeyWeights(self.kv_heads, *self.kv_weights(), *norm)
+        return KeyWeights(self.kv_heads, *self.kv_weights(), *norm, weights_of(self.qkv)[0])
 
     def cached(self, ctx: "Context") -> CacheLayer:
         """What the cache holds of this layer."""

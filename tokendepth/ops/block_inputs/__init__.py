@@ -3,12 +3,15 @@
 All three read the same states, so one pass over them is enough.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from tokendepth.ops.decide import Decision, decide
 from tokendepth.ops.launch import compiles_inference, fits_one_tile, serves, unknown_backend
+
+if TYPE_CHECKING:
+    from tokendepth.ops.decode_inputs import Unwritten
 
 __all__ = ["BlockInputs", "NormWeights", "RouterWeights", "Threshold", "block_inputs"]
 
@@ -46,6 +49,8 @@ class BlockInputs(NamedTuple):
     """Keys and values side by side as they are projected, `[..., 2 x kv heads x width]`; None: the cache has them."""
     decision: Decision | None
     """None where there is no router."""
+    unwritten: "Unwritten | None" = None
+    """What `decode_block` has to write to the cache; None: nothing."""
 
 
 def block_inputs(

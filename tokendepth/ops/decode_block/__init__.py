@@ -8,15 +8,12 @@ keys and values are left unread (`decode_many`). On a CPU, of one sequence, the 
 import torch
 from torch import Tensor
 
-from tokendepth.ops.decode_inputs import CacheLayer
+from tokendepth.ops.decode_inputs import CacheLayer, Unwritten
 from tokendepth.ops.launch import serves, unknown_backend
 from tokendepth.ops.sparse_block import BlockWeights, Rotation, has_kernel
 
 __all__ = ["decode_block", "runs_eager", "runs_kernel"]
 
-FEW_ROWS = 4
-"""Up to so many slots one kernel does it all; for more, the library's products are faster. To be measured: of 8 slots a
-step by that kernel takes 1.8 ms, a compiled dense one 1.2 (H200, d 1,024)."""
 MOST_ROWS = 256
 """More tokens than this are computed as a prompt is, by products of the active rows alone."""
 
@@ -41,18 +38,23 @@ def decode_block(
     weights: BlockWeights,
     gate: Tensor | None = None,
     rotation: Rotation | None = None,
+    unwritten: Unwritten | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """h, x: `[slots, 1, d]`, the state and what the first norm made of it; columns: `[slots, 1]`, its own column.
 
     active: `[slots, 1]` bool, None for all; gate: `[slots, 1]`, scales an active token's updates. A token always sees
-    its own key. Returns h with the active rows replaced; it may overwrite h.
+    its own key. unwritten: keys and values that `decode_inputs` has left to be made. Returns h with the active rows
+    replaced; it may overwrite h.
     """
     if backend == "auto":
         backend = "kernel" if serves(h) else "eager"
-    if backend == "kernel" and len(h) > FEW_ROWS:
-        from tokendepth.ops.decode_many.kernel import kernel as run
-    elif backend == "kernel":
+    if unwritten is not None:
+        assert backend == "kernel", "nobody else leaves anything"
+        from tokendepth.ops.decode_many.kernel import kernel as many
+
+        return many(h, x, layer, columns, active, weights, gate, rotation, unwritten)
+    if backend == "kernel":
         from tokendepth.ops.decode_block.kernel import kernel as run
     elif backend == "eager":
         from tokendepth.ops.decode_block.eager import eager as run

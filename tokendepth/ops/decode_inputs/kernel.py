@@ -1,5 +1,6 @@
 """One kernel. Its first programs run the router, the others make keys and values; all of them normalise their rows
-themselves. The last of the router's programs to end adds up what they found, and decides.
+themselves. The last of the router's programs to end adds up what they found, and decides. Of many slots a product of
+the library makes keys and values afterwards, whose weights those others fetch.
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
@@ -14,6 +15,7 @@ from torch import Tensor
 from tokendepth.ops.block_inputs import BlockInputs
 from tokendepth.ops.decide import Decision
 from tokendepth.ops.decide.kernel import BY_NUMBER, above, by_what, tensor_or_number
+from tokendepth.ops.decode_inputs import KeyWeights, Unwritten
 from tokendepth.ops.few_rows.kernel import (
     count,
     counters,
@@ -36,6 +38,8 @@ PAIRS, UNITS = 8, 16
 """Pairs of a key's numbers that a program takes of one token alone, and hidden units of the router."""
 LARGEST_TILE = 2**15
 """Weights that a program holds at once."""
+PIECES = 4096
+"""Of 32 bytes, of weights of the next product, that a program fetches."""
 
 
 @triton.jit
@@ -65,6 +69,7 @@ def _enter(
     h, norm, norm_bias, eps, w, b, head_norm, head_eps, keys, values, seen, writes, leaving, given, cos, sin, turns,
     w1, b1, w2, b2, threshold, number, valid, partial, arrived, x, logit, keep, active, batch,
     slot_stride, head_stride, column_stride, seen_stride,
+    MAKES: tl.constexpr, NEXT: tl.constexpr, ROWS: tl.constexpr,
     RMS: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr,
     HEAD_NORM: tl.constexpr, ROTATE: tl.constexpr, LEAVING: tl.constexpr, ALL: tl.constexpr, UNITS: tl.constexpr,
     NORMED: tl.constexpr, BY: tl.constexpr, INCLUSIVE: tl.constexpr, VALID: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -72,7 +77,8 @@ def _enter(
     BLOCK_R: tl.constexpr, LINES: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, m) is for the m-th block of rows: the first tiles make BLOCK_U of the router's UNITS hidden units
-    each, the others pairs of a key or a value.
+    each, the others pairs of a key or a value. Where it makes none of them, they fetch ROWS of the NEXT rows of `w`
+    each, and the first of them has the norm to write.
 
     A pair is what rotary positions turn: number i of a head and number i + HALF. turns: rows of cosines and sines from
     one slot to the next, 0 where all share them.
@@ -84,13 +90,19 @@ def _enter(
     if FETCH and ALL:  # needed whatever the previous kernel finds
         if tile < 0:
             fetch(w1, tl.program_id(0) * BLOCK_U, UNITS, BLOCK_U, D, BLOCK_U * LINES)
-        else:
+        elif MAKES:
             begin = tile // PARTS * WIDTH + tile % PARTS * BLOCK_P
             fetch(w, begin, 2 * HEADS * WIDTH, BLOCK_P, D, BLOCK_P * LINES)
             fetch(w, begin + HALF, 2 * HEADS * WIDTH, BLOCK_P, D, BLOCK_P * LINES)
+    if FETCH and not MAKES:  # noqa: SIM102 - compiled only where it holds
+        if (tile >= 0) & (tl.program_id(1) == 0):
+            fetch(w, tile * ROWS, NEXT, ROWS, D, ROWS * LINES)
     after_previous(OVERLAP)
     first = tl.program_id(1) * BLOCK_M
-    if first < count(given, batch, ALL, BLOCK_B):
+    busy = first < count(given, batch, ALL, BLOCK_B)
+    if not MAKES:
+        busy = busy & (tile <= 0)
+    if busy:
         place, there, _ = rows(given, first, batch, ALL, BLOCK_B, BLOCK_M)
         at = place * D
         if tile < 0:
@@ -105,34 +117,37 @@ def _enter(
             found *= tl.load(w2 + unit, known, 0.0).to(tl.float32)[None, :]
             tl.store(partial + tl.program_id(0) * batch + place, tl.sum(found, 1), there)
         else:
-            head, pair = tile // PARTS, tile % PARTS * BLOCK_P + tl.arange(0, BLOCK_P)
-            both = tl.arange(0, 2 * BLOCK_P)
-            in_head = tile % PARTS * BLOCK_P + both % BLOCK_P
-            column = head * WIDTH + in_head + both // BLOCK_P * HALF
-            pairs = product(
-                h, at, there, eps, norm, norm_bias, w, column, in_head < HALF,
-                True, True, RMS, D, BLOCK_M, 2 * BLOCK_P, BLOCK_D,
-            )  # fmt: skip
-            if BIAS:
-                pairs += tl.load(b + column, in_head < HALF, 0.0).to(tl.float32)[None, :]
-            one, other = tl.split(tl.permute(tl.reshape(pairs, [BLOCK_M, 2, BLOCK_P]), [0, 2, 1]))
-            shown = pair < HALF
-            into = values
-            if head < HEADS:
-                into = keys
-                if HEAD_NORM:  # the program has the whole head
-                    scale = tl.rsqrt((tl.sum(one * one, 1) + tl.sum(other * other, 1)) / WIDTH + head_eps)[:, None]
-                    one *= scale * tl.load(head_norm + pair, shown, 0.0).to(tl.float32)[None, :]
-                    other *= scale * tl.load(head_norm + HALF + pair, shown, 0.0).to(tl.float32)[None, :]
-                if ROTATE:
-                    turn = (place * turns)[:, None] + pair[None, :]
-                    c = tl.load(cos + turn, shown[None, :], 0.0).to(tl.float32)
-                    s = tl.load(sin + turn, shown[None, :], 0.0).to(tl.float32)
-                    one, other = one * c - other * s, other * c + one * s
-            to = tl.load(writes + place, there, 0) * column_stride + place * slot_stride + head % HEADS * head_stride
-            inside = there[:, None] & shown[None, :]
-            tl.store(into + to[:, None] + pair[None, :], one.to(keys.dtype.element_ty), inside)
-            tl.store(into + to[:, None] + pair[None, :] + HALF, other.to(keys.dtype.element_ty), inside)
+            if MAKES:
+                head, pair = tile // PARTS, tile % PARTS * BLOCK_P + tl.arange(0, BLOCK_P)
+                both = tl.arange(0, 2 * BLOCK_P)
+                in_head = tile % PARTS * BLOCK_P + both % BLOCK_P
+                column = head * WIDTH + in_head + both // BLOCK_P * HALF
+                pairs = product(
+                    h, at, there, eps, norm, norm_bias, w, column, in_head < HALF,
+                    True, True, RMS, D, BLOCK_M, 2 * BLOCK_P, BLOCK_D,
+                )  # fmt: skip
+                if BIAS:
+                    pairs += tl.load(b + column, in_head < HALF, 0.0).to(tl.float32)[None, :]
+                one, other = tl.split(tl.permute(tl.reshape(pairs, [BLOCK_M, 2, BLOCK_P]), [0, 2, 1]))
+                shown = pair < HALF
+                into = values
+                if head < HEADS:
+                    into = keys
+                    if HEAD_NORM:  # the program has the whole head
+                        scale = tl.rsqrt((tl.sum(one * one, 1) + tl.sum(other * other, 1)) / WIDTH + head_eps)[:, None]
+                        one *= scale * tl.load(head_norm + pair, shown, 0.0).to(tl.float32)[None, :]
+                        other *= scale * tl.load(head_norm + HALF + pair, shown, 0.0).to(tl.float32)[None, :]
+                    if ROTATE:
+                        turn = (place * turns)[:, None] + pair[None, :]
+                        c = tl.load(cos + turn, shown[None, :], 0.0).to(tl.float32)
+                        s = tl.load(sin + turn, shown[None, :], 0.0).to(tl.float32)
+                        one, other = one * c - other * s, other * c + one * s
+                to = (
+                    place * slot_stride + head % HEADS * head_stride + tl.load(writes + place, there, 0) * column_stride
+                )
+                inside = there[:, None] & shown[None, :]
+                tl.store(into + to[:, None] + pair[None, :], one.to(keys.dtype.element_ty), inside)
+                tl.store(into + to[:, None] + pair[None, :] + HALF, other.to(keys.dtype.element_ty), inside)
             if tile == 0:
                 _write_norm(h, at, there, eps, norm, norm_bias, x, RMS, D, BLOCK_M, BLOCK_D)
     let_next_begin(OVERLAP)
@@ -166,7 +181,7 @@ def _inputs(
     h: Tensor, norm: Tensor, norm_bias: Tensor | None, eps: float, heads: int, w: Tensor, b: Tensor | None,
     head_norm: Tensor | None, head_eps: float, keys: Tensor, values: Tensor, seen: Tensor, writes: Tensor,
     cos: Tensor | None, sin: Tensor | None, leaving: Tensor | None, given: Tensor | None, router: list[Tensor],
-    normed: bool, threshold: Tensor | None, number: float, valid: Tensor | None, inclusive: bool,
+    normed: bool, threshold: Tensor | None, number: float, valid: Tensor | None, inclusive: bool, makes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, _, d = h.shape
     h, w, router = h.contiguous(), w.contiguous(), [part.contiguous() for part in router]
@@ -180,9 +195,11 @@ def _inputs(
     pairs, whole = PAIRS if batch == 1 else 16, triton.next_power_of_2(half)
     pairs = max(pairs, whole) if head_norm is not None else pairs if batch > 1 else min(pairs, whole)
     sizes["BLOCK_D"] = min(sizes["BLOCK_D"], max(16, LARGEST_TILE // (2 * pairs)))
-    routing = triton.cdiv(units, UNITS)
+    routing, lines = triton.cdiv(units, UNITS), lines_of(d)
+    ahead = max(1, PIECES // lines)
     partial = h.new_empty(max(1, routing), batch, dtype=torch.float32)
-    grid = (routing + 2 * heads * triton.cdiv(half, pairs), triton.cdiv(batch, sizes["BLOCK_M"]))
+    others = 2 * heads * triton.cdiv(half, pairs) if makes else triton.cdiv(len(w), ahead) if h.is_cuda else 1
+    grid = (routing + others, triton.cdiv(batch, sizes["BLOCK_M"]))
     _, arrived = counters(h.device, programs_at_once(h.device))
     flags = seen.view(torch.uint8)
     rotation = (h, h) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
@@ -193,11 +210,12 @@ def _inputs(
             flags_of(leaving, flags), flags_of(given, flags), *rotation,
             half if cos is not None and len(cos) > 1 else 0, *(router or [h] * 4),
             h if threshold is None else threshold, number, flags_of(valid, flags), partial, arrived, x, logit, keep,
-            active.view(torch.uint8), batch, *keys.stride()[:3], seen.stride(0), RMS=norm_bias is None, D=d,
+            active.view(torch.uint8), batch, *keys.stride()[:3], seen.stride(0), MAKES=makes,
+            NEXT=len(w), ROWS=ahead, RMS=norm_bias is None, D=d,
             HEADS=heads, HALF=half, BIAS=b is not None, HEAD_NORM=head_norm is not None, ROTATE=cos is not None,
             LEAVING=leaving is not None, ALL=given is None, UNITS=units, NORMED=normed, BY=by, INCLUSIVE=inclusive,
             VALID=valid is not None, BLOCK_B=triton.next_power_of_2(batch), BLOCK_P=pairs, BLOCK_U=UNITS,
-            BLOCK_R=triton.next_power_of_2(max(1, routing)), LINES=lines_of(d), FETCH=h.is_cuda, **overlapped(h),
+            BLOCK_R=triton.next_power_of_2(max(1, routing)), LINES=lines, FETCH=h.is_cuda, **overlapped(h),
             **sizes,
         )  # fmt: skip
     return made
@@ -216,14 +234,23 @@ def _(h, norm, norm_bias, eps, heads, w, b, head_norm, head_eps, keys, values, s
     return _empty(h, bool(router))
 
 
-def kernel(h, norm, keys, layer, writes, rotation, leaving, active, router, threshold) -> BlockInputs:
+def without_keys(h, norm, keys, layer, writes, rotation, leaving, active, router, threshold) -> BlockInputs:
+    """As `kernel`, but the cache gets the flags of keys alone."""
+    weights, rest = KeyWeights(keys.heads, keys.joined), (leaving, active, router, threshold)
+    made = kernel(h, norm, weights, layer, writes, None, *rest, makes=False)
+    return made._replace(unwritten=Unwritten(keys, writes, active))
+
+
+def kernel(
+    h, norm, keys, layer, writes, rotation, leaving, active, router, threshold, *, makes: bool = True
+) -> BlockInputs:
     """As `reference`; rows of x that are not `active` are not written."""
     check_kernel(h, layer.keys.shape[3])
     cos, sin = rotation or (None, None)
     limit = (None, 0.0) if threshold is None else tensor_or_number(threshold.value)
     valid, inclusive = (None, False) if threshold is None else threshold[1:]
     x, logit, keep, chosen = _inputs(
-        h, *norm, *keys, *layer[:3], writes, cos, sin, leaving, active, list(router[:4]) if router else [],
-        router is not None and router.normed, *limit, valid, inclusive,
+        h, *norm, *keys[:5], *layer[:3], writes, cos, sin, leaving, active, list(router[:4]) if router else [],
+        router is not None and router.normed, *limit, valid, inclusive, makes,
     )  # fmt: skip
     return BlockInputs(x, None, Decision(chosen, logit, keep) if router else None)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokendepth.ops.decode_inputs import KeyWeights, Unwritten
 from tokendepth.ops.few_rows.kernel import counters, fetch, flags_of, lines_of, programs_at_once
 from tokendepth.ops.launch import check_kernel
 from tokendepth.ops.launch.kernel import after_previous, overlapped
@@ -48,15 +49,15 @@ def _scaled(update, gate, slot, GATE: tl.constexpr):
 
 
 @triton.jit
-def _queries(
-    q, at, there, bias, bias_at, norm, eps, cos, sin, turn,
+def _turned(
+    projected, at, there, bias, bias_at, norm, eps, cos, sin, turn,
     HALF: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """`[head, width]` of the queries at `at`, normalised and turned."""
+    """`[head, width]` of the projected heads that begin at `at`, normalised and turned."""
     unit = tl.arange(0, BLOCK_W)
     known = unit < 2 * HALF
     inside = there[:, None] & known[None, :]
-    own = tl.load(q + at[:, None] + unit[None, :], inside, 0.0).to(tl.float32)
+    own = tl.load(projected + at[:, None] + unit[None, :], inside, 0.0).to(tl.float32)
     if BIAS:
         own += tl.load(bias + bias_at[:, None] + unit[None, :], inside, 0.0).to(tl.float32)
     scale = 1.0
@@ -65,7 +66,7 @@ def _queries(
         own *= scale * tl.load(norm + unit, known, 0.0).to(tl.float32)[None, :]
     if ROTATE:
         partner = tl.where(unit < HALF, unit + HALF, unit - HALF)
-        other = tl.load(q + at[:, None] + partner[None, :], inside, 0.0).to(tl.float32)
+        other = tl.load(projected + at[:, None] + partner[None, :], inside, 0.0).to(tl.float32)
         if BIAS:
             other += tl.load(bias + bias_at[:, None] + partner[None, :], inside, 0.0).to(tl.float32)
         if NORM:
@@ -79,19 +80,21 @@ def _queries(
 
 @triton.jit
 def _over_keys(
-    q, keys, values, seen, own, begin, end, scale, column_stride,
+    q, keys, values, seen, own_key, own_value, has_own, begin, end, scale, column_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_W: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Of the keys from `begin` to `end`, by query head: the largest score, and sum and weighted values relative to it.
 
-    Each of the KEYS places in a block has a maximum and sums of its own until the end, so that threads need not meet
-    at every block.
+    The token's own key, where it belongs to them, is what the first place begins with: it is always seen. Each of the
+    KEYS places in a block has a maximum and sums of its own until the end, so that threads need not meet at every
+    block.
     """
     unit = tl.arange(0, BLOCK_W)
     known = (unit < WIDTH)[None, None, :]
-    top = tl.full([GROUP, KEYS], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP, KEYS], tl.float32)
-    acc = tl.zeros([GROUP, KEYS, BLOCK_W], tl.float32)
+    own = ((tl.arange(0, KEYS) == 0) & has_own)[None, :]
+    top = tl.where(own, (tl.sum(q * own_key, 1) * scale)[:, None], float("-inf"))
+    total = own.to(tl.float32) + tl.zeros([GROUP, KEYS], tl.float32)
+    acc = tl.where(own[:, :, None], own_value[:, None, :], tl.zeros([GROUP, KEYS, BLOCK_W], tl.float32))
     for start in range(begin, end, KEYS):
         key = start + tl.arange(0, KEYS)
         there = key < end
@@ -99,7 +102,7 @@ def _over_keys(
         inside = there[None, :, None] & known
         k_tile = tl.load(keys + at, inside, 0.0)
         v_tile = tl.load(values + at, inside, 0.0)
-        fine = there & ((tl.load(seen + key, there, 0) != 0) | (key == own))
+        fine = there & (tl.load(seen + key, there, 0) != 0)
         scores = tl.sum(k_tile.to(tl.float32) * q[:, None, :], 2) * scale
         scores = tl.where(fine[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, scores)
@@ -114,21 +117,74 @@ def _over_keys(
 
 
 @triton.jit
+def _attend_part(
+    qkv, keys, values, seen, own, own_key, own_value, has_own, query_bias, query_norm, query_eps, cos, sin, turn,
+    partial, arrived, attended, slot, kv_head, of_kv_head, part, split, scale, column_stride,
+    QUERY_BIAS: tl.constexpr, QUERY_NORM: tl.constexpr, ROTATE: tl.constexpr, HEADS: tl.constexpr,
+    SHARING: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, ROW: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """An active token's part of the keys, and all parts together where it is the last of them."""
+    WIDTH: tl.constexpr = 2 * HALF
+    of_head = of_kv_head * GROUP + tl.arange(0, GROUP)
+    there, head = of_head < SHARING, kv_head * SHARING + of_head
+    line = slot * HEADS + head
+    queries = _turned(
+        qkv, slot * ROW + head * WIDTH, there, query_bias, head * WIDTH, query_norm, query_eps, cos, sin, turn,
+        HALF, QUERY_BIAS, QUERY_NORM, ROTATE, BLOCK_W,
+    )  # fmt: skip
+    begin = part * split
+    top, total, acc = _over_keys(
+        queries, keys, values, seen, own_key, own_value, has_own, begin, tl.minimum(begin + split, own), scale,
+        column_stride, WIDTH, GROUP, BLOCK_W, KEYS,
+    )  # fmt: skip
+    unit, parts = tl.arange(0, BLOCK_W), own // split + 1
+    inside = there[:, None] & (unit < WIDTH)[None, :]
+    to = attended + line[:, None] * WIDTH + unit[None, :]
+    if parts == 1:
+        tl.store(to, (acc / total[:, None]).to(attended.dtype.element_ty), inside)
+    else:
+        mine = partial + (line * SPLITS + part) * (WIDTH + 2)
+        tl.store(mine, top, there)
+        tl.store(mine + 1, total, there)
+        tl.store(mine[:, None] + 2 + unit[None, :], acc, inside)
+        tl.debug_barrier()  # all threads have stored before one says so
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1:
+            tl.store(arrived, 0)  # for the next kernel
+            piece = tl.arange(0, BLOCK_S)
+            made = there[:, None] & (piece < parts)[None, :]
+            of = partial + (line[:, None] * SPLITS + piece[None, :]) * (WIDTH + 2)
+            tops = tl.load(of, made, float("-inf"), cache_modifier=".cg")
+            best = tl.max(tops, 1)
+            weight = tl.exp2(tops - tl.where(there, best, 0.0)[:, None])
+            whole = tl.sum(tl.load(of + 1, made, 0.0, cache_modifier=".cg") * weight, 1)
+            known = made[:, :, None] & (unit < WIDTH)[None, None, :]
+            accs = tl.load(of[:, :, None] + 2 + unit[None, None, :], known, 0.0, cache_modifier=".cg")
+            found = tl.sum(accs * weight[:, :, None], 1) / whole[:, None]
+            tl.store(to, found.to(attended.dtype.element_ty), inside)
+
+
+@triton.jit
 def _attend(
-    q, keys, values, seen, columns, active, query_bias, query_norm, query_eps, cos, sin, turns, partial, arrived,
-    attended, w_out, split, scale, slot_stride, head_stride, column_stride, seen_stride,
-    ALL: tl.constexpr, QUERY_BIAS: tl.constexpr, QUERY_NORM: tl.constexpr, ROTATE: tl.constexpr, HEADS: tl.constexpr,
+    qkv, keys, values, seen, columns, writes, active, among, query_bias, query_norm, query_eps, key_bias, key_norm,
+    key_eps, cos, sin, turns, partial, arrived, attended, w_out, split, scale, slot_stride, head_stride, column_stride,
+    seen_stride,
+    ALL: tl.constexpr, EVERYBODY: tl.constexpr, QUERY_BIAS: tl.constexpr, QUERY_NORM: tl.constexpr,
+    KEY_BIAS: tl.constexpr, KEY_NORM: tl.constexpr, ROTATE: tl.constexpr, HEADS: tl.constexpr,
     SHARING: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
     FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (part, heads, slot): GROUP query heads that share a K/V head, over `split` keys.
 
-    The last of a row's parts to end puts them together. turns: rows of cosines and sines from one slot to the next, 0
-    where all share them.
+    The last of a row's parts to end puts them together. The part that the token's own column belongs to makes its key
+    and value of what was projected, and writes them, of tokens that are not active too.
+    turns: rows of cosines and sines from one slot to the next, 0 where all share them.
     """
     WIDTH: tl.constexpr = 2 * HALF
     GROUPS: tl.constexpr = (SHARING + GROUP - 1) // GROUP
+    KV_HEADS: tl.constexpr = HEADS // SHARING
+    ROW: tl.constexpr = (HEADS + 2 * KV_HEADS) * WIDTH
     part, group, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     line_up = slot * tl.num_programs(1) + group
     if FETCH:
@@ -136,44 +192,33 @@ def _attend(
         if first < D:
             fetch(w_out, first, D, ROWS, HEADS * WIDTH, LINES)
     after_previous(OVERLAP)
-    own, begin = tl.load(columns + slot), part * split
-    if _is_active(active, slot, ALL) & (begin <= own):
-        kv_head, of_head = group // GROUPS, group % GROUPS * GROUP + tl.arange(0, GROUP)
-        there, head = of_head < SHARING, kv_head * SHARING + of_head
-        line, place = slot * HEADS + head, slot.to(tl.int64)
-        queries = _queries(
-            q, line * WIDTH, there, query_bias, head * WIDTH, query_norm, query_eps, cos, sin, slot * turns,
-            HALF, QUERY_BIAS, QUERY_NORM, ROTATE, BLOCK_W,
-        )  # fmt: skip
-        head_at, end = place * slot_stride + kv_head * head_stride, tl.minimum(begin + split, own + 1)
-        top, total, acc = _over_keys(
-            queries, keys + head_at, values + head_at, seen + place * seen_stride, own, begin, end, scale,
-            column_stride, WIDTH, GROUP, BLOCK_W, KEYS,
-        )  # fmt: skip
-        unit, parts = tl.arange(0, BLOCK_W), own // split + 1
-        inside = there[:, None] & (unit < WIDTH)[None, :]
-        to = attended + line[:, None] * WIDTH + unit[None, :]
-        if parts == 1:
-            tl.store(to, (acc / total[:, None]).to(attended.dtype.element_ty), inside)
-        else:
-            mine = partial + (line * SPLITS + part) * (WIDTH + 2)
-            tl.store(mine, top, there)
-            tl.store(mine + 1, total, there)
-            tl.store(mine[:, None] + 2 + unit[None, :], acc, inside)
-            tl.debug_barrier()  # all threads have stored before one says so
-            if tl.atomic_add(arrived + line_up, 1, sem="acq_rel") == parts - 1:
-                tl.store(arrived + line_up, 0)  # for the next kernel
-                piece = tl.arange(0, BLOCK_S)
-                made = there[:, None] & (piece < parts)[None, :]
-                of = partial + (line[:, None] * SPLITS + piece[None, :]) * (WIDTH + 2)
-                tops = tl.load(of, made, float("-inf"), cache_modifier=".cg")
-                best = tl.max(tops, 1)
-                weight = tl.exp2(tops - tl.where(there, best, 0.0)[:, None])
-                whole = tl.sum(tl.load(of + 1, made, 0.0, cache_modifier=".cg") * weight, 1)
-                known = made[:, :, None] & (unit < WIDTH)[None, None, :]
-                accs = tl.load(of[:, :, None] + 2 + unit[None, None, :], known, 0.0, cache_modifier=".cg")
-                found = tl.sum(accs * weight[:, :, None], 1) / whole[:, None]
-                tl.store(to, found.to(attended.dtype.element_ty), inside)
+    own, begin, runs = tl.load(columns + slot), part * split, _is_active(active, slot, ALL)
+    has_own = (begin <= own) & (own < begin + split)
+    if (begin <= own) & (runs | has_own):
+        kv_head, place, unit = group // GROUPS, slot.to(tl.int64), tl.arange(0, BLOCK_W)
+        head_at = place * slot_stride + kv_head * head_stride
+        makes, zero = has_own & _is_active(among, slot, EVERYBODY), tl.zeros([1], tl.int32)
+        key_at, value_at, made = zero + kv_head * WIDTH, zero + (KV_HEADS + kv_head) * WIDTH, zero.to(tl.int1) | makes
+        first = slot * ROW + HEADS * WIDTH
+        key = _turned(
+            qkv, first + key_at, made, key_bias, key_at, key_norm, key_eps, cos, sin, slot * turns,
+            HALF, KEY_BIAS, KEY_NORM, ROTATE, BLOCK_W,
+        ).to(keys.dtype.element_ty)  # fmt: skip
+        value = _turned(
+            qkv, first + value_at, made, key_bias, value_at, key_norm, key_eps, cos, sin, 0,
+            HALF, KEY_BIAS, False, False, BLOCK_W,
+        ).to(keys.dtype.element_ty)  # fmt: skip
+        to = (head_at + tl.load(writes + slot) * column_stride + unit)[None, :]
+        writer = made[:, None] & (group % GROUPS == 0) & (unit < WIDTH)[None, :]
+        tl.store(keys + to, key, writer)
+        tl.store(values + to, value, writer)
+        if runs:
+            _attend_part(
+                qkv, keys + head_at, values + head_at, seen + place * seen_stride, own, key.to(tl.float32),
+                value.to(tl.float32), has_own, query_bias, query_norm, query_eps, cos, sin, slot * turns, partial,
+                arrived + line_up, attended, slot, kv_head, group % GROUPS, part, split, scale, column_stride,
+                QUERY_BIAS, QUERY_NORM, ROTATE, HEADS, SHARING, GROUP, HALF, ROW, SPLITS, BLOCK_S, BLOCK_W, KEYS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -252,8 +297,11 @@ def _spare(w: Tensor) -> tuple[int, dict[str, int]]:
     return triton.cdiv(len(w), rows) if w.is_cuda else 0, {"ROWS": rows, "LINES": rows * lines}
 
 
-def attend(q: Tensor, layer, columns: Tensor, active: Tensor | None, w: BlockWeights, rotation) -> Tensor:
-    """`[slot, heads x width]` of queries as they were projected; rows that are not active are not written."""
+def attend(
+    qkv: Tensor, layer, columns: Tensor, active: Tensor | None, w: BlockWeights, rotation, new: Unwritten
+) -> Tensor:
+    """`[slot, heads x width]` of what was projected, whose keys and values are left in the cache; rows that are not
+    active are not written."""
     keys, values, seen, window = layer
     (batch, kv_heads, _, width), flags = keys.shape, seen.view(torch.uint8)
     assert keys.stride() == values.stride()
@@ -263,21 +311,24 @@ def attend(q: Tensor, layer, columns: Tensor, active: Tensor | None, w: BlockWei
     at_once, lines = max(16, TILE // (group * block_w)), kv_heads * triton.cdiv(sharing, group)
     split = triton.cdiv(triton.cdiv(window, triton.cdiv(PROGRAMS, batch * lines)), at_once) * at_once
     splits = triton.cdiv(window, split)
-    _, arrived = counters(q.device, programs_at_once(q.device))
+    _, arrived = counters(qkv.device, programs_at_once(qkv.device))
     assert batch * lines <= len(arrived)
-    partial = q.new_empty(batch * w.heads * splits, width + 2, dtype=torch.float32)
-    attended, d = torch.empty_like(q), len(w.out)
-    cos, sin = (q, q) if rotation is None else rotation
+    partial = qkv.new_empty(batch * w.heads * splits, width + 2, dtype=torch.float32)
+    attended, d, given = qkv.new_empty(batch, w.heads * width), len(w.out), new.keys
+    cos, sin = (qkv, qkv) if rotation is None else rotation
     rows = triton.next_power_of_2(triton.cdiv(d, batch * lines * splits))
     _attend[(splits, lines, batch)](
-        q, keys, values, flags, columns.contiguous(), flags_of(active, flags),
-        q if w.query_bias is None else w.query_bias, q if w.query_norm is None else w.query_norm, w.query_eps,
+        qkv, keys, values, flags, columns.contiguous(), new.writes.contiguous(), flags_of(active, flags),
+        flags_of(new.among, flags), qkv if w.query_bias is None else w.query_bias,
+        qkv if w.query_norm is None else w.query_norm, w.query_eps, qkv if given.bias is None else given.bias,
+        qkv if given.norm is None else given.norm, given.eps,
         cos.contiguous(), sin.contiguous(), width // 2 if rotation is not None and len(cos) > 1 else 0, partial,
         arrived, attended, w.out, split, 1.4426950408889634 * width**-0.5, *keys.stride()[:3], seen.stride(0),
-        ALL=active is None, QUERY_BIAS=w.query_bias is not None, QUERY_NORM=w.query_norm is not None,
+        ALL=active is None, EVERYBODY=new.among is None, QUERY_BIAS=w.query_bias is not None,
+        QUERY_NORM=w.query_norm is not None, KEY_BIAS=given.bias is not None, KEY_NORM=given.norm is not None,
         ROTATE=rotation is not None, HEADS=w.heads, SHARING=sharing, GROUP=group, HALF=width // 2, SPLITS=splits, D=d,
         BLOCK_S=triton.next_power_of_2(splits), BLOCK_W=block_w, KEYS=at_once, ROWS=rows,
-        LINES=rows * lines_of(w.out.shape[1]), FETCH=q.is_cuda, **overlapped(q), **ATTEND,
+        LINES=rows * lines_of(w.out.shape[1]), FETCH=qkv.is_cuda, **overlapped(qkv), **ATTEND,
     )  # fmt: skip
     return attended
 
@@ -308,13 +359,14 @@ def activate(made: Tensor, active: Tensor | None, gate: Tensor | None, w: BlockW
     return hidden
 
 
-@torch.library.custom_op("tokendepth::decode_many", mutates_args=("h",))
+@torch.library.custom_op("tokendepth::decode_many", mutates_args=("h", "keys", "values"))
 def _block(
     h: Tensor, x: Tensor, keys: Tensor, values: Tensor, seen: Tensor, window: int, columns: Tensor,
     active: Tensor | None, gate: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     heads: int, query: Tensor, w_out: Tensor, norm: Tensor, norm_bias: Tensor | None, eps: float, up: Tensor,
     up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, activation: str, query_bias: Tensor | None,
-    query_norm: Tensor | None, query_eps: float, out_bias: Tensor | None,
+    query_norm: Tensor | None, query_eps: float, out_bias: Tensor | None, kv_heads: int, joined: Tensor,
+    key_bias: Tensor | None, key_norm: Tensor | None, key_eps: float, writes: Tensor, among: Tensor | None,
 ) -> None:  # fmt: skip
     if not len(h):
         return
@@ -323,20 +375,23 @@ def _block(
         heads, query, w_out, norm, norm_bias, eps, up, up_bias, down, down_bias, activation, query_bias, query_norm,
         query_eps, out_bias,
     )  # fmt: skip
+    new = Unwritten(KeyWeights(kv_heads, joined, key_bias, key_norm, key_eps), writes, among)
     rotation = None if cos is None or sin is None else (cos, sin)
     gate, state = None if gate is None else gate.contiguous(), h.view(len(h), -1)
     with torch.cuda.device_of(h):
-        q = torch.mm(x.reshape(state.shape), query.t())
-        attended = attend(q, (keys, values, seen, window), columns, active, w, rotation)
+        qkv, cached = torch.mm(x.reshape(state.shape), joined.t()), (keys, values, seen, window)
+        attended = attend(qkv, cached, columns, active, w, rotation, new)
         normed = add(state, torch.mm(attended, w_out.t()), active, gate, w)
         hidden = activate(torch.mm(normed, up.t()), active, gate, w)
         state.addmm_(hidden, down.t())  # what is 0 changes nothing
 
 
-def kernel(h, x, layer, columns, active, weights: BlockWeights, gate, rotation) -> Tensor:
+def kernel(h, x, layer, columns, active, weights: BlockWeights, gate, rotation, new: Unwritten) -> Tensor:
     """As `decode_block`'s `reference`, without asking the host how many tokens are active."""
     check_kernel(h, layer.keys.shape[3])
     h = h.contiguous()
     given = [w.contiguous() if isinstance(w, Tensor) else w for w in weights[:-1]]
+    heads, _, bias, norm, eps, joined = new.keys
+    given += [heads, joined, bias, norm, eps, new.writes, new.among]
     _block(h, x, *layer, columns, active, gate, *(rotation or (None, None)), *given)
     return h
