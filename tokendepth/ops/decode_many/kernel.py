@@ -21,10 +21,15 @@ from tokendepth.ops.launch.kernel import after_previous, overlapped
 from tokendepth.ops.rows.kernel import ACTIVATIONS, _gelu, _gelu_tanh, _silu
 from tokendepth.ops.sparse_block import BlockWeights
 
-PROGRAMS = 2048
-"""Attention is cut up for so many programs: enough for all multiprocessors where most rows are not active."""
-TILE = 8192
-"""Numbers of keys, times the heads that share them, that a program holds at once: a running sum for each."""
+PROGRAMS = 1024
+"""Attention of a few slots is cut up for so many programs: those of the active rows fit all multiprocessors at once."""
+PARTS = 4
+"""Of more slots each row is cut up into so many parts at least, so that multiprocessors end at about the same time."""
+LOADED = 2048
+"""Numbers of keys, and as many of values, that a program asks for while it uses as many. Of width 64 that takes 96
+registers, so 5 programs run on a multiprocessor, with 40 KB under way; with 4,096 it is 168, 3 and 48."""
+TILE = 4096
+"""At most so many numbers of keys, times the heads that share them: a running sum for each."""
 MOST_SHARING = 4
 """Query heads of a program; with more, too few keys would be under way at once."""
 ATTEND, ADD, ACTIVATE = {"num_warps": 4}, {"num_warps": 4}, {"num_warps": 4}
@@ -79,66 +84,63 @@ def _turned(
 
 
 @triton.jit
+def _tile(
+    keys, values, seen, start, end, column_stride, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, KEYS: tl.constexpr
+):
+    """Keys and values from `start` on, `[1, key, width]`, and whether each may be seen."""
+    key, unit = start + tl.arange(0, KEYS), tl.arange(0, BLOCK_W)
+    there = key < end
+    at = key.to(tl.int64)[None, :, None] * column_stride + unit[None, None, :]
+    inside = there[None, :, None] & (unit < WIDTH)[None, None, :]
+    fine = tl.load(seen + key, there, 0)
+    return tl.load(keys + at, inside, 0.0), tl.load(values + at, inside, 0.0), fine
+
+
+@triton.jit
 def _over_keys(
-    q, keys, values, seen, own_key, own_value, has_own, begin, end, scale, column_stride,
+    q, k_tile, v_tile, fine, keys, values, seen, begin, end, scale, column_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_W: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Of the keys from `begin` to `end`, by query head: the largest score, and sum and weighted values relative to it.
 
-    The token's own key, where it belongs to them, is what the first place begins with: it is always seen. Each of the
-    KEYS places in a block has a maximum and sums of its own until the end, so that threads need not meet at every
-    block.
+    The first tile is given; each next one is asked for before the last is used, so that memory never waits. Each of the
+    KEYS places in a tile has a maximum and sums of its own until the end, so that threads need not meet at every tile.
     """
-    unit = tl.arange(0, BLOCK_W)
-    known = (unit < WIDTH)[None, None, :]
-    own = ((tl.arange(0, KEYS) == 0) & has_own)[None, :]
-    top = tl.where(own, (tl.sum(q * own_key, 1) * scale)[:, None], float("-inf"))
-    total = own.to(tl.float32) + tl.zeros([GROUP, KEYS], tl.float32)
-    acc = tl.where(own[:, :, None], own_value[:, None, :], tl.zeros([GROUP, KEYS, BLOCK_W], tl.float32))
+    top = tl.full([GROUP, KEYS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP, KEYS], tl.float32)
+    acc = tl.zeros([GROUP, KEYS, BLOCK_W], tl.float32)
     for start in range(begin, end, KEYS):
-        key = start + tl.arange(0, KEYS)
-        there = key < end
-        at = key.to(tl.int64)[None, :, None] * column_stride + unit[None, None, :]
-        inside = there[None, :, None] & known
-        k_tile = tl.load(keys + at, inside, 0.0)
-        v_tile = tl.load(values + at, inside, 0.0)
-        fine = there & (tl.load(seen + key, there, 0) != 0)
+        k_next, v_next, fine_next = _tile(keys, values, seen, start + KEYS, end, column_stride, WIDTH, BLOCK_W, KEYS)
         scores = tl.sum(k_tile.to(tl.float32) * q[:, None, :], 2) * scale
-        scores = tl.where(fine[None, :], scores, float("-inf"))
+        scores = tl.where((fine != 0)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, scores)
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing was seen yet
         p, fade = tl.exp2(scores - safe), tl.exp2(top - safe)
         total = total * fade + p
         acc = acc * fade[:, :, None] + p[:, :, None] * v_tile.to(tl.float32)
-        top = new_top
+        top, k_tile, v_tile, fine = new_top, k_next, v_next, fine_next
     best = tl.max(top, 1)
     weight = tl.exp2(top - tl.where(best == float("-inf"), 0.0, best)[:, None])
     return best, tl.sum(total * weight, 1), tl.sum(acc * weight[:, :, None], 1)
 
 
 @triton.jit
-def _attend_part(
-    qkv, keys, values, seen, own, own_key, own_value, has_own, query_bias, query_norm, query_eps, cos, sin, turn,
-    partial, arrived, attended, slot, kv_head, of_kv_head, part, split, scale, column_stride,
-    QUERY_BIAS: tl.constexpr, QUERY_NORM: tl.constexpr, ROTATE: tl.constexpr, HEADS: tl.constexpr,
-    SHARING: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, ROW: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, KEYS: tl.constexpr,
+def _with_own(q, own_key, own_value, has_own, top, total, acc, scale):
+    """What `_over_keys` found, and the token's own key, which is always seen."""
+    score = tl.where(has_own, tl.sum(q * own_key, 1) * scale, float("-inf"))
+    best = tl.maximum(top, score)
+    safe = tl.where(best == float("-inf"), 0.0, best)
+    weight, fade = tl.exp2(score - safe), tl.exp2(top - safe)
+    return best, total * fade + weight, acc * fade[:, None] + weight[:, None] * own_value
+
+
+@triton.jit
+def _put_together(
+    top, total, acc, partial, arrived, attended, line, there, part, parts,
+    WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """An active token's part of the keys, and all parts together where it is the last of them."""
-    WIDTH: tl.constexpr = 2 * HALF
-    of_head = of_kv_head * GROUP + tl.arange(0, GROUP)
-    there, head = of_head < SHARING, kv_head * SHARING + of_head
-    line = slot * HEADS + head
-    queries = _turned(
-        qkv, slot * ROW + head * WIDTH, there, query_bias, head * WIDTH, query_norm, query_eps, cos, sin, turn,
-        HALF, QUERY_BIAS, QUERY_NORM, ROTATE, BLOCK_W,
-    )  # fmt: skip
-    begin = part * split
-    top, total, acc = _over_keys(
-        queries, keys, values, seen, own_key, own_value, has_own, begin, tl.minimum(begin + split, own), scale,
-        column_stride, WIDTH, GROUP, BLOCK_W, KEYS,
-    )  # fmt: skip
-    unit, parts = tl.arange(0, BLOCK_W), own // split + 1
+    """Leaves one of `parts` of a token's keys; the last to end writes what all of them are together."""
+    unit = tl.arange(0, BLOCK_W)
     inside = there[:, None] & (unit < WIDTH)[None, :]
     to = attended + line[:, None] * WIDTH + unit[None, :]
     if parts == 1:
@@ -195,11 +197,26 @@ def _attend(
     own, begin, runs = tl.load(columns + slot), part * split, _is_active(active, slot, ALL)
     has_own = (begin <= own) & (own < begin + split)
     if (begin <= own) & (runs | has_own):
-        kv_head, place, unit = group // GROUPS, slot.to(tl.int64), tl.arange(0, BLOCK_W)
-        head_at = place * slot_stride + kv_head * head_stride
-        makes, zero = has_own & _is_active(among, slot, EVERYBODY), tl.zeros([1], tl.int32)
-        key_at, value_at, made = zero + kv_head * WIDTH, zero + (KV_HEADS + kv_head) * WIDTH, zero.to(tl.int1) | makes
-        first = slot * ROW + HEADS * WIDTH
+        kv_head, of_head = group // GROUPS, group % GROUPS * GROUP + tl.arange(0, GROUP)
+        place, end = slot.to(tl.int64), tl.where(runs, tl.minimum(begin + split, own), begin)
+        at, flags = place * slot_stride + kv_head * head_stride, seen + place * seen_stride
+        k_tile, v_tile, fine = _tile(keys + at, values + at, flags, begin, end, column_stride, WIDTH, BLOCK_W, KEYS)
+        there, head = of_head < SHARING, kv_head * SHARING + of_head
+        queries = _turned(
+            qkv, slot * ROW + head * WIDTH, there, query_bias, head * WIDTH, query_norm, query_eps, cos, sin,
+            slot * turns, HALF, QUERY_BIAS, QUERY_NORM, ROTATE, BLOCK_W,
+        )  # fmt: skip
+        top, total, acc = _over_keys(
+            queries, k_tile, v_tile, fine, keys + at, values + at, flags, begin, end, scale, column_stride,
+            WIDTH, GROUP, BLOCK_W, KEYS,
+        )  # fmt: skip
+        zero, unit = tl.zeros([1], tl.int32), tl.arange(0, BLOCK_W)
+        made = (zero == 0) & has_own & _is_active(among, slot, EVERYBODY)
+        key_at, value_at, first = (
+            zero + kv_head * WIDTH,
+            zero + (KV_HEADS + kv_head) * WIDTH,
+            slot * ROW + HEADS * WIDTH,
+        )
         key = _turned(
             qkv, first + key_at, made, key_bias, key_at, key_norm, key_eps, cos, sin, slot * turns,
             HALF, KEY_BIAS, KEY_NORM, ROTATE, BLOCK_W,
@@ -208,16 +225,16 @@ def _attend(
             qkv, first + value_at, made, key_bias, value_at, key_norm, key_eps, cos, sin, 0,
             HALF, KEY_BIAS, False, False, BLOCK_W,
         ).to(keys.dtype.element_ty)  # fmt: skip
-        to = (head_at + tl.load(writes + slot) * column_stride + unit)[None, :]
+        to = (at + tl.load(writes + slot) * column_stride + unit)[None, :]
         writer = made[:, None] & (group % GROUPS == 0) & (unit < WIDTH)[None, :]
         tl.store(keys + to, key, writer)
         tl.store(values + to, value, writer)
         if runs:
-            _attend_part(
-                qkv, keys + head_at, values + head_at, seen + place * seen_stride, own, key.to(tl.float32),
-                value.to(tl.float32), has_own, query_bias, query_norm, query_eps, cos, sin, slot * turns, partial,
-                arrived + line_up, attended, slot, kv_head, group % GROUPS, part, split, scale, column_stride,
-                QUERY_BIAS, QUERY_NORM, ROTATE, HEADS, SHARING, GROUP, HALF, ROW, SPLITS, BLOCK_S, BLOCK_W, KEYS,
+            own_key, own_value = key.to(tl.float32), value.to(tl.float32)
+            top, total, acc = _with_own(queries, own_key, own_value, has_own, top, total, acc, scale)
+            _put_together(
+                top, total, acc, partial, arrived + line_up, attended, slot * HEADS + head, there, part,
+                own // split + 1, WIDTH, SPLITS, BLOCK_S, BLOCK_W,
             )  # fmt: skip
 
 
@@ -308,8 +325,9 @@ def attend(
     assert keys.stride(3) == 1, "a head's width must be contiguous"
     sharing, block_w = w.heads // kv_heads, triton.next_power_of_2(width)
     group = min(MOST_SHARING, triton.next_power_of_2(sharing))
-    at_once, lines = max(16, TILE // (group * block_w)), kv_heads * triton.cdiv(sharing, group)
-    split = triton.cdiv(triton.cdiv(window, triton.cdiv(PROGRAMS, batch * lines)), at_once) * at_once
+    at_once, lines = max(16, min(LOADED, TILE // group) // block_w), kv_heads * triton.cdiv(sharing, group)
+    parts = max(PARTS, triton.cdiv(PROGRAMS, batch * lines))
+    split = triton.cdiv(triton.cdiv(window, parts), at_once) * at_once
     splits = triton.cdiv(window, split)
     _, arrived = counters(qkv.device, programs_at_once(qkv.device))
     assert batch * lines <= len(arrived)
