@@ -7,8 +7,9 @@ measured share of the base's block FLOPs.
 
 The same small search for each, by a rule that was written first: `RATES` times two values of its one knob (a dense
 model: four rates), seed 0, `SHORT` of the steps, at the first of the budgets; the run with the lowest loss on
-validation text is the contender's choice, at every budget. Dice take the rate of the router. A contender that was not
-searched takes the first of its settings.
+validation text is the contender's choice, at every budget (each beside the untouched model on the same text: runs of
+different times read more or less of it). Dice take the rate of the router. A contender that was not searched takes the
+first of its settings.
 
     from paper.retrofit import search, study
     search(base=Path("runs/smollm2"), corpus="text:wiki.txt", max_minutes=9)     # repeat both until nothing is left
@@ -135,18 +136,23 @@ def study(*, budgets: str = BUDGETS, seeds: int = SEEDS, results: Path = Path("r
 def choices(path: Path, base: Run) -> dict[str, tuple[float, Setting]]:
     """For each contender that was searched: the rate and setting with the lowest loss on validation text."""
     tries = {one.name: one.tries() for one in CONTENDERS}
-    searched = search_losses(path, base.fingerprint)
-    return {name: tries[name][min(losses, key=losses.__getitem__)] for name, losses in searched.items()}
+    searched = search_differences(path, base.fingerprint)
+    return {name: tries[name][min(found, key=found.__getitem__)] for name, found in searched.items()}
 
 
-def search_losses(path: Path, sha256: str) -> dict[str, dict[int, float]]:
-    """By contender and number of the try, of the base whose weights have this SHA-256."""
+def search_differences(path: Path, sha256: str) -> dict[str, dict[int, float]]:
+    """By contender and number of the try, of the base whose weights have this SHA-256: the loss beside that base's.
+
+    Not the loss itself: rows of different times read more or less of the validation text.
+    """
     found: dict[str, dict[int, float]] = {}
     for row in read_rows(path) if path.exists() else []:
         retrofit = from_dict(row["config"]).retrofit
         if retrofit is not None and retrofit.sha256 == sha256:
             name, _, number = row["name"].rsplit("-", 2)
-            found.setdefault(name, {})[int(number.removeprefix("try"))] = row["evaluation"]["sparse"]["loss"]
+            evaluation = row["evaluation"]
+            difference = evaluation["sparse"]["loss"] / evaluation["untouched"]["loss"] - 1
+            found.setdefault(name, {})[int(number.removeprefix("try"))] = difference
     return found
 
 

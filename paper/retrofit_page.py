@@ -8,7 +8,7 @@ from paper import retrofit_speed, task_scores
 from paper.comparison import table, wrapped
 from paper.evidence import NOT_RUN, needs_report_extra, show
 from paper.outcomes import interpolate
-from paper.retrofit import CONTENDERS, ROWS, SEARCH_ROWS, SEEDS, SHORT, search_losses
+from paper.retrofit import CONTENDERS, ROWS, SEARCH_ROWS, SEEDS, SHORT, search_differences
 from tokendepth.config import RunConfig, from_dict
 from tokendepth.report.figures import Drawing
 from tokendepth.report.summary import DASH, Stat
@@ -218,20 +218,20 @@ def losses(base: Base) -> str:
 
 
 def searched(path: Path, base: Base) -> str:
-    """What the search tried, and the lowest loss of each contender in bold: its choice."""
+    """What the search tried, beside the untouched model on the same text; the lowest of each in bold: its choice."""
     assert base.config.retrofit is not None
-    found, rows = search_losses(path, base.config.retrofit.sha256), []
+    found, rows = search_differences(path, base.config.retrofit.sha256), []
     for one in CONTENDERS:
-        losses = found.get(one.name, {})
+        differences = found.get(one.name, {})
         if not one.default or one.like:
             continue
         for number, (rate, knob) in enumerate(one.tries()):
-            loss = losses.get(number)
-            text = NOT_RUN if loss is None else f"{loss:.4f}"
-            chosen = loss is not None and loss == min(losses.values())
+            difference = differences.get(number)
+            text = NOT_RUN if difference is None else f"{difference:+.2%}"
+            chosen = difference is not None and difference == min(differences.values())
             words = ", ".join(f"{name} {value}" for name, value in knob.items())
             rows.append([one.title if not number else "", words, f"{rate:g}", f"**{text}**" if chosen else text])
-    return table(["", "knob", "learning rate", "validation loss"], rows, words=2)
+    return table(["", "knob", "learning rate", "loss, against untouched"], rows, words=2)
 
 
 def section(base: Base, search: Path) -> str:
@@ -246,7 +246,11 @@ def section(base: Base, search: Path) -> str:
         words += f" Measured on the first {int(seen.mean):,} tokens of the test split."
     if untouched is not None:
         words += f" The untouched model has a loss of {untouched.mean:.4f} on this text."
-    tried = f"The search, {SHORT:.2f} of the steps, seed 0:\n\n{searched(search, base)}"
+    tried = (
+        f"The search, {SHORT:.2f} of the steps, seed 0; validation loss beside that of the untouched model on the same "
+        f"text, since not all rows read as much of it:"
+    )
+    tried = f"{wrapped(tried)}\n\n{searched(search, base)}"
     return f"## {base.name}\n\n{wrapped(words)}\n\n{targets(base)}\n{losses(base)}\n{tried}"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from paper import grid, retrofit_page
 from paper.__main__ import PAPER
-from paper.retrofit import CONTENDERS, ROWS, SEARCH_ROWS, study
+from paper.retrofit import CONTENDERS, ROWS, SEARCH_ROWS, search_differences, study
 from paper.tables import MINIATURE_TOKENS
 from tests.tiny import hashes
 from tokendepth.cli.main import main
@@ -54,7 +54,8 @@ def test_the_command_in_miniature(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(page)
     text = page.read_text()
     assert all(one.title in text for one in study)
-    assert text.count(f"**{min(losses.values()):.4f}**") == 1
+    untouched = tried["dense-0.86-try0"]["untouched"]["loss"]
+    assert f"**{min(losses.values()) / untouched - 1:+.2%}**" in text
     assert "n=1: 3 seeds are asked for" in text
     assert (tmp_path / "docs" / "figures" / "retrofit-base.png").stat().st_size > 1000
     before = hashes(tmp_path / "results")
@@ -111,6 +112,18 @@ def test_models_are_compared_at_the_cost_of_ours(tmp_path):
 def test_without_rows_everything_is_not_run(tmp_path):
     text = retrofit_page.write(tmp_path, tmp_path / "RETROFIT.md").read_text()
     assert text.count("not run") == len(retrofit_page.TARGETS) + 2, "the tasks, and the sentence that says so"
+
+
+def test_tries_that_read_different_text_are_compared_beside_the_untouched_model(tmp_path):
+    """The second has the lower loss, on easier text: there the untouched model loses less, too."""
+    rows = [dict(made_up("replaced", 0.86, number, loss), name=f"replaced-0.86-try{number}")
+            for number, loss in enumerate((2.96, 2.92))]  # fmt: skip
+    rows[1]["evaluation"]["untouched"]["loss"] = 2.9
+    (tmp_path / SEARCH_ROWS).write_text(json.dumps(rows))
+    sha256 = rows[0]["config"]["retrofit"]["sha256"]
+    found = search_differences(tmp_path / SEARCH_ROWS, sha256)["replaced"]
+    assert found == {0: pytest.approx(2.96 / 3.0 - 1), 1: pytest.approx(2.92 / 2.9 - 1)}
+    assert min(found, key=found.__getitem__) == 0
 
 
 def test_the_page_is_that_of_the_rows(tmp_path):
