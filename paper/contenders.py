@@ -6,7 +6,6 @@ spending more. Only a learning rate and a knob are chosen, by `search.py`; all e
 trains by two passes: only budget routing has them, and on this text they cost it quality (docs/LOG.md).
 """
 
-import typing
 from dataclasses import dataclass, replace
 
 from paper import tables
@@ -73,18 +72,18 @@ ONE_PASS = "method.dial=False:method.distill=0"
 DECIDERS = {
     "rule": "span by a rule on the text",
     "boundary": "span by learned boundaries",
+    "taught": "span by boundaries that were taught the rule",
     "gain": "span by what skipping costs",
     "score": "span by a learned score",
 }
 """Of span routing, with their titles; each is a contender of its own: who decides is the question."""
 
 
-def _spans() -> tuple[Contender, ...]:
-    """Those deciders that the method has by now."""
-    if "span" not in METHOD_CONFIGS:
-        return ()
-    known = typing.get_args(typing.get_type_hints(METHOD_CONFIGS["span"])["decide"])
-    return tuple(_span(decider) for decider in DECIDERS if decider in known)
+HOW_THEY_DECIDE = {
+    "boundary": "boundary:method.carry=smooth",  # as H-Net has it
+    "taught": "boundary:method.carry=smooth:method.taught=0.25",
+}
+"""Where a decider is not of that name alone."""
 
 
 def _span(decider: str) -> Contender:
@@ -92,8 +91,7 @@ def _span(decider: str) -> Contender:
         "2 + 8 + 2 layers": "model.n-layer=12:method.begin=2:method.length=8",
         "3 + 4 + 2 layers": "model.n-layer=9:method.begin=3:method.length=4",
     }
-    carry = "smooth" if decider == "boundary" else "last"  # as H-Net has it
-    fixed = f"method.budget=0.25:method.decide={decider}:method.carry={carry}"
+    fixed = f"method.budget=0.25:method.decide={HOW_THEY_DECIDE.get(decider, decider)}"
     return Contender(
         f"span_{decider}", DECIDERS[decider], "span", "length of the span", "how much depth one decision stands for",
         {words: f"{shape}:{fixed}" for words, shape in shapes.items()},
@@ -147,7 +145,7 @@ CONTENDERS = (
         "switch", "Switch", "switch", "experts", "how many networks there are to choose from; it saves no depth",
         {f"{n} experts": f"model.n-layer=6:method.experts={n}" for n in (4, 8)},
     ),
-    *_spans(),
+    *map(_span, DECIDERS),
 )  # fmt: skip
 
 

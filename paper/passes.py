@@ -1,13 +1,15 @@
 """The time of a forward pass of what `depth` trained: what a loss costs to run, beside dense models of that loss.
 
-Dense models need no weights for it; routed ones decide by their own routers, on validation text, in the run folder of
-their first seed. Skipping is checked against masking before it is timed; all take turns, so that drift hits all alike.
+On validation text. Dense models need no weights for it, nor does a rule; all others decide by the routers in the run
+folder of their first seed. Skipping is checked against masking before it is timed; all take turns, so that drift hits
+all alike.
 
     from paper.passes import passes
     passes(only=("budget", "mod"))          # nothing else may run on the device meanwhile
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,13 +19,14 @@ from torch import Tensor
 from paper.depth import PASSES, Entry, check_names, entries
 from paper.grid import Progress as Done
 from paper.search import Search
-from tokendepth.bench.forward import as_served, built, check_equal, decided, in_float32, sequences
-from tokendepth.config import DenseConfig, to_dict
-from tokendepth.data.of_run import dataset_of
+from tokendepth import data
+from tokendepth.bench.forward import as_served, check_equal
+from tokendepth.config import DenseConfig, SpanConfig, to_dict
 from tokendepth.errors import UserError
 from tokendepth.infer.compile import compiled
 from tokendepth.measure.clock import WARM_UP, captured, interleaved, quartiles
 from tokendepth.measure.evaluate import load_model
+from tokendepth.methods import build
 from tokendepth.model import LanguageModel
 from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, environment
@@ -62,12 +65,17 @@ def passes(
     routed = [entry for entry in found if entry.setting.method in only]
     if missing := next((name for name in only if name not in {entry.setting.method for entry in routed}), None):
         raise UserError(f"--only has {missing!r}: the search has chosen no setting of it; run: python -m paper search")
+    if not dense:
+        raise UserError(f"{results} has no complete search yet; run: python -m paper search")
+    dataset, context = data.load(dense[0].config.data), dense[0].config.model.context
+    spellings = dataset.tokenizer.spellings()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # each model counts
     with Progress("passes", len(batches), unit="batch sizes", show=show) as progress:
         for batch in batches:
             torch.compiler.reset()  # else code compiled for an earlier shape is made general, and slower
-            ways = [way for entry in routed for way in _routed(entry, out, batch, where)]
-            ways += [way for entry in dense for way in _dense(entry, batch, where)]
+            text, _ = next(iter(dataset.windows("val", context, batch)))
+            ids = torch.from_numpy(text).to(where)
+            ways = [way for entry in [*routed, *dense] for way in _checked(entry, out, ids, spellings)]
             rows = _timed(ways, batch, where)
             add_rows(results / PASSES, rows, identity=("config", "batch", "device"))
             progress.advance()
@@ -75,26 +83,33 @@ def passes(
 
 
 @torch.no_grad()
-def _dense(entry: Entry, batch: int, device: torch.device) -> list[Timed]:
-    model = built(replace(entry.config.model, vocab_size=256), DenseConfig(), device)
-    ids = torch.randint(256, (batch, entry.config.model.context), generator=torch.Generator().manual_seed(0))
-    return [Timed(entry, how, run) for how, run in _ways(model, ids.to(device), "hard").items()]
-
-
-@torch.no_grad()
-def _routed(entry: Entry, out: Path, batch: int, device: torch.device) -> list[Timed]:
-    run = Run.open(out / next(iter(entry.runs(1))))
-    dataset, trained = dataset_of(run), load_model(run, device)
-    text, _ = sequences(run, dataset, device, (batch,))
-    decisions, model = decided(trained, text, run, None, dataset), as_served(load_model(run, device))
-    forced = {} if decisions is None else model.forcing(decisions)
-    found, hard = (model(text, execution="sparse", **forced), model(text, execution="hard", decisions=decisions))
-    exact = in_float32(model)
-    wanted = hard if exact is model else exact(text, execution="hard", decisions=decisions)
+def _checked(entry: Entry, out: Path, text: Tensor, spellings: Sequence[bytes]) -> list[Timed]:
+    """The ways to run an entry's model on `text`; a routed one decides in float32, and all ways obey."""
+    exact = _model(entry, out, spellings).to(text.device)
+    trace = exact(text, execution="hard").trace
+    routed, model = [site.routed for site in trace.sites], as_served(copy.deepcopy(exact))
+    if not any(routed):
+        return [Timed(entry, how, run) for how, run in _ways(model, text, "hard").items()]
+    decisions = trace.work[routed] > 0.5
+    forced = model.forcing(decisions)
+    found, hard, wanted = (
+        model(text, execution="sparse", **forced),
+        model(text, execution="hard", decisions=decisions),
+        exact(text, execution="hard", decisions=decisions),
+    )
     same = bool((found.trace.work == wanted.trace.work).all())
     check_equal(found.logits, hard.logits, wanted.logits, same_decisions=same)
     active = wanted.trace.totals().active_fraction
     return [Timed(entry, how, run, active) for how, run in _ways(model, text, "sparse", **forced).items()]
+
+
+def _model(entry: Entry, out: Path, spellings: Sequence[bytes]) -> LanguageModel:
+    """Of the first seed; untrained where its weights decide nothing: a dense model, or a rule."""
+    config = entry.config
+    if config.method == DenseConfig() or (isinstance(config.method, SpanConfig) and config.method.decide == "rule"):
+        shape = replace(config.model, vocab_size=len(spellings))
+        return build(replace(config, model=shape), spellings).eval()
+    return load_model(Run.open(out / next(iter(entry.runs(1)))), torch.device("cpu"))
 
 
 def _ways(model: LanguageModel, ids: Tensor, execution: str, **forced: Tensor) -> dict[str, Condition]:

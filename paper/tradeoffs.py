@@ -25,12 +25,20 @@ NAMES = {
     "switch": "Switch",
     "span_rule": "span by a rule",
     "span_boundary": "span by learned boundaries",
+    "span_taught": "span by boundaries, taught",
     "span_gain": "span by what skipping costs",
     "span_dice": "span by dice",
     "span_score": "span by a learned score",
 }
 
-SPAN_MARKERS = {"span_rule": "D", "span_boundary": "P", "span_gain": "X", "span_score": "v", "span_dice": "+"}
+SPAN_MARKERS = {
+    "span_rule": "D",
+    "span_boundary": "P",
+    "span_taught": "s",
+    "span_gain": "X",
+    "span_score": "v",
+    "span_dice": "+",
+}
 LINES = ("solid", "dashed", "dotted")
 """Of the models of one method that have a curve."""
 

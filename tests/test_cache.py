@@ -356,6 +356,16 @@ def test_freeing_nothing_is_no_error():
     assert kept.lengths.tolist() == [3, 3]
 
 
+def test_a_slot_that_was_cropped_is_forgotten_as_far_as_it_ever_reached():
+    model = lively("dense", "classic")
+    kept = new_cache(model, 2, croppable=True)
+    full(model, tokens(2, 8), cache=kept)
+    kept.crop(5)
+    kept.free([0])
+    assert not kept.keys[:, 0].any()
+    assert kept.keys[:, 1, :, 7].any()
+
+
 @pytest.mark.parametrize("fixed", [True, False])
 def test_a_sequence_that_went_wrong_is_forgotten_too(fixed):
     """What it left is masked, but a weight of 0 times what is not a number is not one either."""
@@ -364,9 +374,11 @@ def test_a_sequence_that_went_wrong_is_forgotten_too(fixed):
     full(model, tokens(2, 8), cache=kept)
     full(model, tokens(2, 8), cache=fresh)
     for buffer in (kept.keys, kept.values):
-        buffer[:, 0] = torch.nan
+        buffer[:, 0, :, [*range(8), -1]] = torch.nan  # where it wrote, and where padding does
     kept.free([0])
     fresh.free([0])
+    for part in (kept.keys, kept.values, kept.valid):
+        assert not part[:, 0].any(), "as new"
     new = tokens(2, 2, seed=1)
     assert torch.equal(full(model, new, cache=kept).logits, full(model, new, cache=fresh).logits)
 

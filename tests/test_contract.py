@@ -295,6 +295,18 @@ def test_batched_equals_single(case, execution):
         assert_same(actual, (single.logits, single.trace.work), execution)
 
 
+@each_run
+def test_one_place_can_be_read_alone(case, execution):
+    """As prompts are read, of whose logits only the last are wanted; what is not computed is not counted."""
+    model, ids = lively(case), tokens(4, seed=3)
+    places, whole = torch.tensor([0, 5, TIME - 1, 3]), full(model, ids, execution)
+    dispatched = count_flops(lambda: full(model, ids, execution, read=places))
+    alone = full(model, ids, execution, read=places)
+    assert alone.trace.totals().flops == pytest.approx(dispatched, rel=1e-6)
+    expected = whole.logits[torch.arange(4), places][:, None]
+    assert_same((alone.logits, alone.trace.work), (expected, whole.trace.work), execution)
+
+
 def left_padded(ids: Tensor, lengths: tuple[int, ...], width: int, pad: int) -> tuple[Tensor, Tensor]:
     """The first tokens of each row, pushed to the right end of `width` columns, and which columns hold them."""
     padded = torch.full((len(lengths), width), pad)

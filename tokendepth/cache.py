@@ -60,10 +60,13 @@ class KVCache:
     def free(self, slots: Sequence[int]) -> None:
         """Forget these sequences; their slots are as new."""
         whole, which = self._whole, self._index(slots)
+        # What was written: a slot has gigabytes where a context is long. One that is cropped may have been longer.
+        used = whole.capacity if whole.croppable else max((whole.bounds[slot] for slot in slots), default=0)
         whole.lengths[which] = 0
-        whole.valid[:, which] = False
-        for buffer in (whole.keys, whole.values):  # hidden ones count 0 times, but 0 times NaN is NaN
-            buffer[:, which] = 0
+        for columns in (slice(used), slice(whole.capacity, None)):  # padding was written to the last
+            whole.valid[:, which, columns] = False
+            for buffer in (whole.keys, whole.values):  # hidden ones count 0 times, but 0 times NaN is NaN
+                buffer[:, which, :, columns] = 0
         for state in (*whole.states.values(), *whole.histories.values()):
             state[which] = 0
         for slot in slots:

@@ -265,6 +265,8 @@ class SpanConfig(MethodConfig):
     """What a token that skips gets: nothing, the update of the last one that did not, or a smoothed one as in H-Net."""
     ratio_loss: float = 0.03
     """Of boundary: weight of the loss by which the share of tokens is learned; 0 holds it by a quantile instead."""
+    taught: float = 0.0
+    """Of boundary: part of the training in which the ends of words decide, and boundaries learn to be there."""
     learn: Literal["weight", "straight"] = "weight"
     """Of score: it learns by weighing the updates, or straight through the decision, which leaves them unweighted."""
     gain: Literal["loss", "kl", "teacher"] = "loss"
@@ -283,6 +285,11 @@ class SpanConfig(MethodConfig):
         if self.bypass:
             check(self.carry == "none", "method.carry", self.carry, "none, since a bypass is an update of its own")
         check_range("method.anneal", self.anneal, 0, 1)
+        check_range("method.taught", self.taught, 0, 1)
+        if self.decide != "boundary":
+            check(not self.taught, "method.taught", self.taught, f"0, since decide is {self.decide}")
+        elif not self.ratio_loss:
+            check(not self.taught, "method.taught", self.taught, "0, since ratio_loss is 0")
         if self.decide != "score":
             check(self.learn == "weight", "method.learn", self.learn, f"weight, since decide is {self.decide}")
         if self.carry == "smooth":

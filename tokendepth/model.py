@@ -252,8 +252,13 @@ class LanguageModel(nn.Module):
         counted: Tensor | None = None,
         thresholds: Tensor | None = None,
         teacher: Tensor | None = None,
+        read: Tensor | None = None,
     ) -> Output:
-        """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the rest as in `Context`."""
+        """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the rest as in `Context`.
+
+        read: `[batch]`, the one place of each sequence whose logits are wanted, `[batch, 1, vocabulary]`: those of a
+        long prompt would take gigabytes.
+        """
         assert thresholds is None or self.method.decides_by_threshold
         assert cache is None or cache.batch == len(ids), f"{len(ids)} sequences for {cache.batch} slots of the cache"
         time = ids.shape[1]
@@ -264,8 +269,13 @@ class LanguageModel(nn.Module):
         found = self.method(self.embedded(ids, positions), ctx)
         if cache is not None:
             cache.advance(time, valid, needed)
-        logits = self.readout(found.hidden) if found.logits is None else found.logits
-        return Output(logits, replace(found.trace, outside=self.head_flops, valid=valid), found.losses)
+        states = found.hidden if found.logits is None else found.logits
+        if read is not None:
+            states = states[torch.arange(len(ids), device=ids.device), read][:, None]
+        logits = self.readout(states) if found.logits is None else states
+        read_alone = read is not None and found.logits is None
+        trace = replace(found.trace, outside=self.head_flops, valid=valid, read_alone=read_alone)
+        return Output(logits, trace, found.losses)
 
     def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
         tokens = self.embedding(ids)

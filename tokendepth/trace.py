@@ -51,6 +51,8 @@ class DepthTrace:
     """`[batch, time]`, False at padding; None where every position holds a token."""
     fewer_keys: Any = None
     """`[batch]`: by how many keys packing shortened each active token's attention; None without packing."""
+    read_alone: bool = False
+    """Whether the output head was taken for one token of each sequence alone, as when a prompt is read."""
 
     def totals(self) -> "DepthTotals":
         positions = self.work.shape[1] * self.work.shape[2]
@@ -61,8 +63,9 @@ class DepthTrace:
         # FLOPs are what ran: soft and hard compute every layer for every position, padding too, whatever the gate says.
         skips = self.execution == "sparse"
         ran = [w if skips and site.routed else positions for site, w in zip(self.sites, worked, strict=True)]
-        full = positions * (self.outside + sum(s.always + s.active for s in self.sites))
-        flops = positions * (self.outside + sum(s.always + s.router for s in self.sites))
+        outside = self.outside * (self.work.shape[1] if self.read_alone else positions)
+        full = outside + positions * sum(s.always + s.active for s in self.sites)
+        flops = outside + positions * sum(s.always + s.router for s in self.sites)
         flops += sum(s.active * n for s, n in zip(self.sites, ran, strict=True))
         narrower = self._narrower_rows(work) if skips and self.fewer_keys is not None else 0.0
         routed, blocks = tuple(s.routed for s in self.sites), tuple(s.blocks for s in self.sites)

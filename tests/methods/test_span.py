@@ -22,7 +22,7 @@ from tokendepth.methods import build
 from tokendepth.methods.base import divergence
 from tokendepth.methods.budget import gain_target
 from tokendepth.methods.span import ROOM, Bypass, Span
-from tokendepth.methods.span_deciders import Boundary, WordEnds, carry_on, ends_word, ratio_loss
+from tokendepth.methods.span_deciders import Boundary, WordEnds, carry_on, ends_word, ratio_loss, taught_loss
 from tokendepth.model import Block, LanguageModel
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
@@ -262,6 +262,51 @@ def test_boundaries_are_learned_by_the_ratio_loss_or_held_by_the_quantile(ratio,
     out = span(MODERN, decide="boundary", ratio_loss=ratio, budget=0.5).train()(tokens(8))
     assert (out.losses.keys() == {"ratio"}) == fixed
     assert bool(out.trace.work[1].sum() == 8 * TIME / 2) != fixed
+
+
+def taught(**knobs) -> LanguageModel:
+    """Tokens 0 and 5 end words."""
+    model = span(MODERN, decide="boundary", carry="smooth", taught=0.5, **knobs).train()
+    method_of(model).read_vocabulary([b" " if n % 5 == 0 and n < 10 else b"a" for n in range(VOCABULARY)])
+    return model
+
+
+def test_while_boundaries_are_taught_the_ends_of_words_decide():
+    model, ids = taught(), torch.tensor([[3, 5, 1, 1, 0, 2, 2, 2] * 2])
+    ends = torch.isin(ids, torch.tensor([0, 5])) | (torch.arange(TIME) == 0)
+    for done, told in ((0.0, True), (0.49, True), (0.5, False), (1.0, False)):
+        method_of(model).set_progress(done)
+        out = model(ids)
+        assert bool((out.trace.work[1] == ends).all()) == told, "afterwards they decide themselves"
+        assert bool(out.losses["taught"] > 0) == told
+        assert bool(out.losses["ratio"] > 0) != told
+    assert "taught" not in model.eval()(ids).losses
+
+
+def test_boundaries_learn_what_they_are_taught():
+    """From a state that has seen its token alone can be told whether that ends a word."""
+    model, ids = taught(), tokens(8)
+    ends = torch.isin(ids, torch.tensor([0, 5])) | (torch.arange(TIME) == 0)
+    optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        optimiser.zero_grad()
+        model(ids).losses["taught"].backward()
+        optimiser.step()
+    method_of(model).set_progress(1.0)
+    assert ((model(ids).trace.work[1] > 0) == ends).float().mean() > 0.95
+
+
+def test_the_taught_loss_by_hand():
+    """The first token is a boundary whatever it spells; nothing need be surer than a thousandth."""
+    p, ends = torch.tensor([[0.5, 0.8, 0.25, 1.0]]), torch.tensor([[0.0, 1, 0, 1]])
+    expected = -(math.log(0.5) + math.log(0.8) + math.log(0.75) + math.log(0.999)) / 4
+    assert taught_loss(p, ends, Context(positions=torch.arange(4))).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("knobs", [{"decide": "score"}, {"decide": "rule"}, {"decide": "boundary", "ratio_loss": 0.0}])
+def test_only_boundaries_with_a_ratio_loss_can_be_taught(knobs):
+    with pytest.raises(UserError, match=r"taught is 0\.5; expected 0, since"):
+        SpanConfig(taught=0.5, **knobs)
 
 
 @pytest.mark.parametrize("decide", ["score", "boundary"])

@@ -170,7 +170,7 @@ def measure_run(
     with Progress(f"bench forward of {run.name}", len(sizes), unit="batch sizes") as progress:
         for batch in sizes:
             ids = text[:batch]
-            cases = {budget: decided(trained, ids, run, budget, dataset) for budget in evaluated}
+            cases = {budget: _decided(trained, ids, run, budget, dataset) for budget in evaluated}
             soft = trained.method.has_soft and cases.get(None) is not None and "soft" in evaluated[None]
             for row in _compared(run.name, served, ids, cases, soft=soft):
                 facts = {"benchmark": "forward", "shape": run.name, "positions": "trained", "run": run.name}
@@ -217,7 +217,7 @@ def figures_of(run: Run) -> dict[float | None, dict[str, Row]]:
 
 
 @torch.no_grad()
-def decided(model: LanguageModel, ids: Tensor, run: Run, budget: float | None, dataset: Dataset) -> Tensor | None:
+def _decided(model: LanguageModel, ids: Tensor, run: Run, budget: float | None, dataset: Dataset) -> Tensor | None:
     """The run's decisions on this text, in the precision that it was evaluated in; None without routers."""
     if budget is not None:
         calibrate.set_budget(model, run, budget, dataset, show=True)

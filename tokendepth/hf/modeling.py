@@ -120,11 +120,18 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
             targets = F.pad(labels, (0, 1), value=NO_LOSS)[:, 1:]
         if targets is not None and valid is not None:  # after left padding stands a token that nothing predicts
             targets = targets.masked_fill(~valid, NO_LOSS)
+        # generate() asks for the last token's alone: those of a long prompt would take gigabytes
+        last = (
+            input_ids.new_full((batch,), time - 1)
+            if targets is None and type(logits_to_keep) is int and logits_to_keep == 1
+            else None
+        )
         out = self.model(
             input_ids,
             execution=self._execution(),
             cache=None if cache is None else cache.room_for(batch, time),
             valid=valid,
+            read=last,
             **self._loss_arguments(targets),
         )
         if cache is not None:

@@ -65,8 +65,8 @@ def prefill(
         valid = torch.arange(width, device=device) <= last[:, None]
     if thresholds is not None:
         thresholds = thresholds.expand(-1, -1, width)
-    out = model(ids, execution=execution, cache=cache, valid=valid, thresholds=thresholds)
-    return Pass(out.logits[torch.arange(len(ids), device=device), last], out.trace)
+    out = model(ids, execution=execution, cache=cache, valid=valid, thresholds=thresholds, read=last)
+    return Pass(out.logits[:, 0], out.trace)
 
 
 def decode_one(

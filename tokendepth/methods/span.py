@@ -49,6 +49,7 @@ from tokendepth.methods.span_deciders import (
     carry_on,
     make_decider,
     ratio_loss,
+    taught_loss,
 )
 from tokendepth.model import Block, MethodOutput
 from tokendepth.ops.decide import Decision, decide
@@ -69,12 +70,15 @@ class Span(ExactBuffers, Method):
     threshold: Tensor
     skipping: Tensor
     """The share of tokens that skips while training; with `anneal` it rises from 0."""
+    told: Tensor
+    """1 while the ends of words decide and boundaries are taught by them, then 0."""
 
     def __init__(self, model: ModelConfig, config: SpanConfig) -> None:
         super().__init__(model, config)
         self.knobs, self.span = config, config.blocks(model.n_layer)
         self.blocks = nn.ModuleList(Block(model, layer) for layer in range(model.n_layer))
         self.decider = make_decider(model, config)
+        self.rule = WordEnds(model) if config.taught else None
         self.bypass = Bypass(model) if config.bypass else None
         if config.replaced:
             _, replaced, _ = self._stages()
@@ -83,9 +87,11 @@ class Span(ExactBuffers, Method):
         self.batch_statistic, self.wants_teacher = self.decider.statistic, config.gain == "teacher"
         self.register_buffer("threshold", torch.tensor(self.decider.threshold))
         self.register_buffer("skipping", torch.tensor(1 - config.budget), persistent=False)
+        self.register_buffer("told", torch.tensor(0.0), persistent=False)
         self.set_progress(0.0)
 
     def set_progress(self, done: float) -> None:
+        self.told.fill_(float(done < self.knobs.taught))
         self.skipping.fill_((1 - self.knobs.budget) * annealed(done, self.knobs.anneal))
 
     def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
@@ -93,13 +99,14 @@ class Span(ExactBuffers, Method):
         hidden = _through(before, hidden, ctx)
         seen = self._seen(hidden)
         score = self.decider(seen, ctx)
-        ranked = self._ranked(score, ctx)
+        ends = self.rule(seen, ctx) if self.rule is not None and self.training else None
+        ranked = self._ranked(score if ends is None else torch.where(self.told > 0, ends, score), ctx)
         passed_by = hidden if self.bypass is None else hidden + self.bypass(seen, hidden)
         fewer_keys, losses = None, {}
         if self.training:
             threshold = self._training_threshold(ranked, ctx)
             state, active = self._train(hidden, passed_by, ctx, ranked, threshold)
-            losses = self._losses(hidden, passed_by, score, ctx)
+            losses = self._losses(hidden, passed_by, score, ends, ctx)
         else:
             threshold = ctx.thresholds([self.threshold] * len(self.span))[0]
             listing = hidden if ctx.execution == "sparse" else None  # for kernels: once for all blocks
@@ -240,8 +247,12 @@ class Span(ExactBuffers, Method):
         order = torch.where(there, best, best + time).sort(dim=1).values
         return Selected(order % time, order < time)
 
-    def _losses(self, hidden: Tensor, passed_by: Tensor, score: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def _losses(
+        self, hidden: Tensor, passed_by: Tensor, score: Tensor, ends: Tensor | None, ctx: Context
+    ) -> dict[str, Tensor]:
         losses = self._decider_losses(hidden, passed_by, score, ctx)
+        if ends is not None:
+            losses["taught"] = self.told * taught_loss(score, ends, ctx)
         if self.knobs.draft and ctx.targets is not None:
             losses["draft"] = self.knobs.draft * self._draft_loss(hidden, passed_by, ctx.targets, ctx)
         return losses
@@ -265,7 +276,7 @@ class Span(ExactBuffers, Method):
         knobs = self.knobs
         if isinstance(self.decider, Boundary) and knobs.ratio_loss:
             ratio = ratio_loss(score, score > self.decider.threshold, knobs.budget, ctx)
-            return {"ratio": knobs.ratio_loss * ratio}
+            return {"ratio": knobs.ratio_loss * ratio * (1 - self.told)}
         if isinstance(self.decider, Gain) and ctx.targets is not None:
             counted = (ctx.targets >= 0).float()  # elsewhere no loss is taken
             errors = (score - gain_target(self._skipping_costs(hidden, passed_by, ctx))).square()
@@ -322,8 +333,9 @@ class Span(ExactBuffers, Method):
         return [*self.routers(), *([] if self.bypass is None else [self.bypass])]
 
     def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
-        if isinstance(self.decider, WordEnds):
-            self.decider.read_vocabulary(spellings)
+        for rule in (self.decider, self.rule):
+            if isinstance(rule, WordEnds):
+                rule.read_vocabulary(spellings)
 
     @classmethod
     def dial(cls, model: ModelConfig, config: SpanConfig) -> Dial | None:

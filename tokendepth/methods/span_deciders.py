@@ -6,7 +6,9 @@ shift. `WordEnds` is a rule on the token, `Dice` the control. `Boundary` is H-Ne
     p_t = (1 - cos(W_q h_t, W_k h_{t-1})) / 2,   p_1 = 1;   a token is active where p_t > 0.5
     ratio loss = N / (N - 1) ((N - 1) F G + (1 - F)(1 - G)),   N = 1 / budget, F the mean of active_t, G that of p_t
 
-Its encoder, its linear residual and its loss's weight apart, which are the model's, the span's and a knob's here.
+Its encoder, its linear residual and its loss's weight apart, which are the model's, the span's and a knob's here. Left
+alone, boundaries settle elsewhere than at the ends of words, where a rule does better; so they can be `taught` the rule
+first: for a part of the training words decide, and p_t learns them by cross entropy.
 """
 
 from collections.abc import Sequence
@@ -19,6 +21,8 @@ from tokendepth.config import ModelConfig, SpanConfig
 from tokendepth.context import Context
 from tokendepth.layers.routers import Router
 
+SURE = 1e-3
+"""Boundaries that are taught need not be surer than by this much."""
 QUANTILE = "the quantile of the scores, which is the threshold while training"
 
 
@@ -179,6 +183,13 @@ def ratio_loss(p: Tensor, active: Tensor, budget: float, ctx: Context) -> Tensor
     """1 where as many tokens as wanted are active and probable; more where more are, or fewer."""
     n, f, g = 1 / budget, ctx.mean(active.to(p.dtype)), ctx.mean(p)
     return n / (n - 1) * ((n - 1) * f * g + (1 - f) * (1 - g))
+
+
+def taught_loss(p: Tensor, ends: Tensor, ctx: Context) -> Tensor:
+    """Cross entropy of boundaries `p` to where words end; a sequence's first token is a boundary in any case."""
+    assert ctx.positions is not None
+    wanted, bounded = torch.where(ctx.positions == 0, 1.0, ends), p.clamp(SURE, 1 - SURE)
+    return ctx.mean(-(wanted * bounded.log() + (1 - wanted) * (1 - bounded).log()))
 
 
 def carry_on(fresh: Tensor, keep: Tensor, before: Tensor | None = None) -> Tensor:
