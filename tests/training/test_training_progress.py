@@ -98,7 +98,8 @@ def test_a_long_step_is_told(log, tmp_path, monkeypatch):
 
 
 def test_compiling_is_told(log, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr("tokendepth.training.step.compile_blocks", lambda model: None)
     monkeypatch.setattr(OptimiserStep, "uncompiled", lambda self: contextlib.nullcontext())
     real = OptimiserStep.begin
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tokendepth.config import TrainConfig
 from tokendepth.data.dataset import NO_LOSS
 from tokendepth.errors import UserError
-from tokendepth.model import LanguageModel
+from tokendepth.model import Block, LanguageModel
 from tokendepth.training.ranks import Ranks
 from tokendepth.training.retrofit import Teacher
 
@@ -60,7 +60,10 @@ class OptimiserStep:
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
         worth_compiling = on_gpu and config.steps >= STEPS_THAT_REPAY_COMPILING and find_spec("triton") is not None
         self.compiled = config.compile == "on" or (config.compile == "auto" and worth_compiling)
-        self.losses = torch.compile(self._losses) if self.compiled else self._losses
+        self.cross_entropy = _summed_cross_entropy
+        if self.compiled:
+            compile_blocks(model)
+            self.cross_entropy = torch.compile(_summed_cross_entropy, dynamic=False)
         self.graph: torch.cuda.CUDAGraph | None = None
         self._flatten()
         new = {parameter for module in model.method.additions() for parameter in module.parameters()}
@@ -147,7 +150,7 @@ class OptimiserStep:
         with self.autocast:
             told = None if self.teacher is None else self.teacher(inputs)
             out = self.model(inputs, targets=targets, teacher=told)
-        task = F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") * self.share
+        task = self.cross_entropy(out.logits, targets) * self.share
         if self.teacher is not None and told is not None:
             task = self.teacher.blend(task, told, out.logits, targets != NO_LOSS, self.share)
         # Micro-batches are of one size, so the mean over the batch is the mean of their means.
@@ -156,7 +159,7 @@ class OptimiserStep:
         return torch.cat([torch.stack([task, depth]), out.trace.work.sum((1, 2))])
 
     def _add_gradient(self, batch: Tensor) -> None:
-        losses = self.losses(batch[0], batch[1])
+        losses = self._losses(batch[0], batch[1])
         torch._foreach_add_(self.gradients, torch.autograd.grad(losses[:2].sum(), list(self.parameters.values())))
         self.stats.add_(losses.detach())
 
@@ -230,6 +233,22 @@ class OptimiserStep:
 def _first_not_finite(kind: str, names: Iterable[str], tensors: Iterable[Tensor]) -> str:
     pairs = zip(names, tensors, strict=True)
     return next((f"{kind} {name}" for name, tensor in pairs if not tensor.isfinite().all()), "")
+
+
+def compile_blocks(model: LanguageModel) -> None:
+    """Compile blocks one by one, in place.
+
+    They are the same code: a model of any depth is as many graphs as it has kinds of blocks, and most of them are the
+    same for every method, where one graph of the whole model takes minutes for each.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # each kind and shape counts
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.compile(dynamic=False)
+
+
+def _summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
 def _room(parameter: Tensor) -> int:
