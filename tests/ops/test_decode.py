@@ -268,6 +268,7 @@ def test_the_kernels_compile_for_a_gpu(name, path, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
+    from tokendepth.ops.decode_attention import kernel as attention
     from tokendepth.ops.decode_block import kernel as block
     from tokendepth.ops.decode_inputs import kernel as inputs
     from tokendepth.ops.decode_many import kernel as many
@@ -281,12 +282,12 @@ def test_the_kernels_compile_for_a_gpu(name, path, monkeypatch):
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *arguments, **options: launches.append((self.kernel, arguments, options))
 
-    rest = {many: ["_attend", "_add", "_activate"]} if path == "many" else {block: ["_work"]}
+    rest = {attention: ["_attend"], many: ["_add", "_activate"]} if path == "many" else {block: ["_work"]}
     wanted = {inputs: ["_enter"], **rest}
     for module, kernels in wanted.items():
         for kernel in kernels:
             monkeypatch.setattr(module, kernel, Launched(getattr(module, kernel)))
-        monkeypatch.setattr(module, "programs_at_once", lambda device: 132)
+        monkeypatch.setattr(module, "programs_at_once", lambda device: 132, raising=False)
         monkeypatch.setattr(module, "overlapped", lambda h: {"OVERLAP": 2, "launch_pdl": True})
     monkeypatch.setattr(chosen, "FEW_ROWS", PATHS[path])
     given = operands((SIZES | BIASED)[name], "some", gate=True).to(torch.bfloat16)
@@ -382,13 +383,14 @@ def compared(name: str, kind: dict[str, Any], path: str, to: tuple[torch.dtype, 
 
 def _measure() -> None:
     """Print one JSON object: for every case, what `test_kernel` asks."""
+    from tokendepth.ops.decode_attention import kernel as attention
     from tokendepth.ops.decode_block import kernel
     from tokendepth.ops.decode_many import kernel as many
 
     on_gpu = torch.cuda.is_available()
     to = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
     if not on_gpu:  # so that small shapes are cut as large ones are
-        kernel.KEYS, many.TILE, many.PROGRAMS, many.UNITS = 16, 16 * 16, 16, 32
+        kernel.KEYS, attention.TILE, attention.PROGRAMS, many.UNITS = 16, 16 * 16, 16, 32
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written holds NaN
     with torch.no_grad():
         found = {case: compared(*arguments, to) for case, arguments in cases().items()}

@@ -270,6 +270,22 @@ def test_losses_over_time_are_those_of_what_was_timed(searched):
     assert "| 2.0100 | +9.95% ± 0.05% | worse | 10.00 |" in lines[-1], "ten layers' time"
 
 
+def test_what_a_loss_costs_is_compared_with_dense_models_of_that_loss(searched):
+    """Dense models lose 2.5, 2.4, ... at ever more bytes; between two of them theirs is on the straight line."""
+    rows = long_rows(searched)
+    (searched / depth.ROWS).write_text(json.dumps(rows))
+    found, made = depth.outcomes(searched)
+    mod = next(entry for entry in made if entry.setting.method == "mod")
+    loss = found.stat(mod.setting, "loss")
+    assert loss is not None
+    dense = [entry for entry in made if entry.setting.method == "dense"]
+    losses = {entry.setting: found.stat(entry.setting, "loss") for entry in dense}
+    costs = {setting: 100 - 10 * stat.mean for setting, stat in losses.items() if stat}
+    ratio = depth_page._ratio(found, mod, made, {**costs, mod.setting: 50.0}.get)
+    assert float(ratio) == pytest.approx(50 / (100 - 10 * loss.mean), abs=0.006)
+    assert depth_page._ratio(found, mod, made, costs.get) == "—", "not measured"
+
+
 # --- larger ones ------------------------------------------------------------------------------------------------------
 
 
@@ -363,8 +379,14 @@ def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys):
     assert all(abs(row["narrower_rows_flops_per_token"]) < 1 for row in found), "these pack nothing"
     main(["times", "--quick", "--device", "cpu", "--results", str(rows)], PAPER)
     main(["spans", "--quick", "--out", str(tmp_path / "spans"), "--results", str(rows)], PAPER)
-    assert len(read_rows(rows / spans.ROWS)) == 3 * len(spans.LAYERS)
+    assert len(read_rows(rows / spans.ROWS)) == 3 * (len(spans.LAYERS) + 1), "and the best that decides block by block"
     assert len(read_rows(rows / depth.TIMES)) == len(depth.LAYERS) + 2
+    undrawn.setattr("paper.passes.compiled", lambda model: model)  # takes half a minute each
+    line = ["passes", "--quick", "--only", "mod", "--batches", "1,2", "--device", "cpu"]
+    main([*line, "--out", str(tmp_path / "depth"), "--results", str(rows)], PAPER)
+    passes = read_rows(rows / depth.PASSES)
+    assert len(passes) == 2 * (len(depth.LAYERS) + 1)
+    assert {row["active_fraction"] < 1 for row in passes if row["config"]["method"]["name"] == "mod"} == {True}
     before = hashes(rows)
     undrawn.undo()  # the page is made anew by every command; its last form has all that the others have
     main(["depth", "--quick", "--out", str(tmp_path / "again"), "--results", str(rows)], PAPER)
@@ -372,6 +394,7 @@ def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys):
     assert not list((tmp_path / "again").glob("*/config.json"))
     page = (tmp_path / "docs" / "WHERE_DEPTH_PAYS.md").read_text()
     assert "not run" not in page.split("### What was chosen")[1].split("## How to read")[0]
+    assert "time, CPU" in page.split("## At equal loss")[1]
     for name in ("", "-training", "-time"):
         assert f"figures/compare-enwik8-bytes{name}.png" in page
         assert (tmp_path / "docs" / "figures" / f"compare-enwik8-bytes{name}.png").stat().st_size
