@@ -115,7 +115,7 @@ def test_by_hand(backend):
     def close(found: Tensor, expected: list[float]) -> None:
         torch.testing.assert_close(found.flatten(), torch.tensor(expected), atol=1e-3, rtol=0)
 
-    x, kv, decision = block_inputs(h, norm, w_kv, None, RouterWeights(*router), Threshold(-16.0), backend)
+    x, kv, decision, _ = block_inputs(h, norm, w_kv, None, RouterWeights(*router), Threshold(-16.0), backend)
     close(x, [-2.0, 1.5])
     close(kv, [1.0])
     close(decision.logit, [2 * (1 + 6 + 0.5) + 0.25])  # the second unit is below 0
