@@ -121,12 +121,12 @@ def test_by_hand(backend):
     close(decision.logit, [2 * (1 + 6 + 0.5) + 0.25])  # the second unit is below 0
     assert decision.active.tolist() == [[True]], "-15.25 is above -16"
     normed = RouterWeights(*router, normed=True)
-    _, kv, decision = block_inputs(h, norm, w_kv, torch.tensor([7.0]), normed, Threshold(-3.0), backend)
+    _, kv, decision, _ = block_inputs(h, norm, w_kv, torch.tensor([7.0]), normed, Threshold(-3.0), backend)
     close(kv, [8.0])
     close(decision.logit, [2 * (-1 + 2 + 0.5) + 0.25])
     assert decision.active.tolist() == [[False]], "-3.25 is not above -3"
     rms = NormWeights(norm.scale, None, eps=4.0)  # the root of 5 + 4 is 3
-    x, kv, decision = block_inputs(h, rms, w_kv, None, normed, Threshold(0.0), backend)
+    x, kv, decision, _ = block_inputs(h, rms, w_kv, None, normed, Threshold(0.0), backend)
     close(x, [2 / 3, 1.0])
     close(kv, [2 / 3 + 2])
     close(decision.logit, [2 * (1 / 3 + 2 + 0.5) + 0.25])

@@ -145,7 +145,7 @@ class OptimiserStep:
         self.adam.step()
         return Stats(task, depth, grad_norm, tuple(work))
 
-    def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """`[task, depth, work per site...]` of one micro-batch, as its part of the whole batch."""
         with self.autocast:
             told = None if self.teacher is None else self.teacher(inputs)
@@ -159,7 +159,7 @@ class OptimiserStep:
         return torch.cat([torch.stack([task, depth]), out.trace.work.sum((1, 2))])
 
     def _add_gradient(self, batch: Tensor) -> None:
-        losses = self._losses(batch[0], batch[1])
+        losses = self.losses(batch[0], batch[1])
         torch._foreach_add_(self.gradients, torch.autograd.grad(losses[:2].sum(), list(self.parameters.values())))
         self.stats.add_(losses.detach())
 
