@@ -27,7 +27,7 @@ from tokendepth.infer.compile import compiled
 from tokendepth.measure.clock import WARM_UP, captured, interleaved, quartiles
 from tokendepth.measure.evaluate import load_model
 from tokendepth.methods import build
-from tokendepth.model import LanguageModel
+from tokendepth.model import LanguageModel, Output
 from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, environment
 from tokendepth.runs.results import Row, add_rows
@@ -35,7 +35,7 @@ from tokendepth.runs.run import Run
 
 BATCHES = (1, 8, 64)
 REPEATS = {"cuda": 50, "cpu": 15}
-Condition = Callable[[], object]
+Condition = Callable[[], Output]
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,13 @@ def _checked(entry: Entry, out: Path, text: Tensor, spellings: Sequence[bytes]) 
     if not any(routed):
         return [Timed(entry, how, run) for how, run in _ways(model, text, "hard").items()]
     decisions = trace.work[routed] > 0.5
-    forced = model.forcing(decisions)
-    found, hard, wanted = (
-        model(text, execution="sparse", **forced),
-        model(text, execution="hard", decisions=decisions),
-        exact(text, execution="hard", decisions=decisions),
-    )
-    same = bool((found.trace.work == wanted.trace.work).all())
-    check_equal(found.logits, hard.logits, wanted.logits, same_decisions=same)
-    active = wanted.trace.totals().active_fraction
-    return [Timed(entry, how, run, active) for how, run in _ways(model, text, "sparse", **forced).items()]
+    hard, wanted = (one(text, execution="hard", decisions=decisions) for one in (model, exact))
+    active, ways = wanted.trace.totals().active_fraction, _ways(model, text, "sparse", **model.forcing(decisions))
+    for run in ways.values():
+        found = run()
+        same = bool((found.trace.work == wanted.trace.work).all())
+        check_equal(found.logits, hard.logits, wanted.logits, same_decisions=same)
+    return [Timed(entry, how, run, active) for how, run in ways.items()]
 
 
 def _model(entry: Entry, out: Path, spellings: Sequence[bytes]) -> LanguageModel:

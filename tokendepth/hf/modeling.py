@@ -121,11 +121,8 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         if targets is not None and valid is not None:  # after left padding stands a token that nothing predicts
             targets = targets.masked_fill(~valid, NO_LOSS)
         # generate() asks for the last token's alone: those of a long prompt would take gigabytes
-        last = (
-            input_ids.new_full((batch,), time - 1)
-            if targets is None and type(logits_to_keep) is int and logits_to_keep == 1
-            else None
-        )
+        alone = targets is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
+        last = input_ids.new_full((batch,), time - 1) if alone else None
         out = self.model(
             input_ids,
             execution=self._execution(),
