@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from tokendepth.recipes import variants
 from tokendepth.runs.run import Run
 from tokendepth.training import cluster as cluster_module
 from tokendepth.training.cluster import RayJob, RayPool
+from tokendepth.training.ray_driver import Driver, DriverProcess
 from tokendepth.training.sweep import sweep, train_and_evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +43,8 @@ for order in sys.stdin:
     elif order == "add\\n":
         nodes.append(cluster.add_node(num_cpus=1))
     else:
-        cluster.head_node.kill_gcs_server()
+        (head,) = cluster.head_node.all_processes["gcs_server"]
+        head.process.send_signal(getattr(signal, order.strip()))
     print("done", flush=True)
 cluster.shutdown()
 """
@@ -85,7 +88,7 @@ def cluster() -> Iterator[Cluster]:
 class Sweep:
     """`tokendepth sweep` in a process of its own, with its runs."""
 
-    def __init__(self, folder: Path, on: str, *, seeds: int = 2, connect: str = "", **changes: object) -> None:
+    def __init__(self, folder: Path, on: str, *, seeds: int = 2, **changes: object) -> None:
         tiny(folder)  # for its corpus
         settings = {
             "data.corpus": "text:corpus.txt", "model.context": 16, "model.d-model": 16, "model.n-layer": 2,
@@ -95,7 +98,7 @@ class Sweep:
         self.seeds, self.folder, self.out = seeds, folder, folder / "out"
         words = ["sweep", self.cell, "--seeds", str(seeds), "--out", "out", "--on", on]
         script = "import sys; from tokendepth.cli.main import main; from tokendepth.training import cluster; "
-        script += f"cluster.LOST_S, cluster.LOOK_EVERY_S, cluster.CONNECT = 1, 0.2, {connect!r}; "
+        script += "cluster.LOST_S, cluster.LOOK_EVERY_S, cluster.CONNECT_S = 5, 0.2, 90; "
         with (folder / "stderr").open("w") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", script + "main(sys.argv[1:])", *words],
@@ -136,10 +139,10 @@ def parent(process: int) -> int:
 
 @pytest.fixture
 def sweep_on(cluster, tmp_path) -> Iterator[Callable[..., Sweep]]:
-    """Begins a sweep on the cluster. It does not ask beforehand whether that answers, but where `connect` says how."""
+    """Begins a sweep on the cluster."""
     begun = []
 
-    def begin(name: str = "", **changes: object) -> Sweep:
+    def begin(name: str = "", **changes: Any) -> Sweep:
         begun.append(Sweep(tmp_path / name, f"ray:{cluster.address}", **changes))
         return begun[-1]
 
@@ -154,7 +157,7 @@ def sweep_on(cluster, tmp_path) -> Iterator[Callable[..., Sweep]]:
 def test_a_run_whose_node_dies_goes_on_on_the_other_and_all_end_in_the_bits_of_serial_ones(
     cluster, sweep_on, tmp_path, monkeypatch
 ):
-    sweep = sweep_on(connect=cluster_module.CONNECT)
+    sweep = sweep_on()
     processes = sweep.pause()
     seen = {run.name: run.metrics()[: saved_step(run)] for run in sweep.runs()}
     tasks = {process: parent(process) for process in processes.values()}
@@ -213,7 +216,6 @@ def test_sweeps_that_are_stopped_or_killed_stop_their_tasks_and_can_go_on(sweep_
 @pytest.mark.slow
 def test_what_a_cluster_lacks_is_said_in_one_line(cluster, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cluster_module, "CONNECT", "")
     config = tiny(tmp_path)
     on_gpu = override(config, {"train.device": "cuda"})
     with pytest.raises(UserError) as refused, RayPool(cluster.address, {"a": on_gpu}, None, tmp_path, show=False):
@@ -230,14 +232,16 @@ def test_what_a_cluster_lacks_is_said_in_one_line(cluster, tmp_path, monkeypatch
 
 @needs_ray
 @pytest.mark.slow
-def test_a_cluster_that_goes_away_ends_the_sweep_with_one_line(cluster, sweep_on):
+@pytest.mark.parametrize("fault", ["SIGSTOP", "SIGKILL"])  # it no longer answers; nobody listens any more
+def test_a_cluster_that_goes_away_ends_the_sweep_with_one_line(cluster, sweep_on, fault):
     """The last test with this cluster."""
     sweep = sweep_on(seeds=1, **{"train.steps": 100_000})
     (process,) = sweep.pause().values()
     os.kill(process, signal.SIGCONT)
-    cluster.order("kill the head")
+    cluster.order(fault)
     code, _, err = sweep.end()
-    assert code == 2
+    cluster.order("SIGCONT")
+    assert code == 2, err
     assert "no longer answers" in err.splitlines()[-1]
     assert err.splitlines()[-1].endswith("repeat the command to go on")
 
@@ -249,7 +253,7 @@ def pool(on: str, folder: Path) -> RayPool:
 @needs_ray
 @pytest.mark.slow
 def test_an_address_at_which_nobody_answers_is_given_up_soon(tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster_module, "CONNECT_S", 1)
+    monkeypatch.setattr(cluster_module, "CONNECT_S", 3)
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{deaf.getsockname()[1]}"
@@ -259,15 +263,52 @@ def test_an_address_at_which_nobody_answers_is_given_up_soon(tmp_path, monkeypat
         deaf.listen()
         with pytest.raises(UserError) as silent, pool(address, tmp_path):
             pass
-        assert f"{address} did not answer within 1 s" in one_line(silent.value)
+        assert f"{address} did not answer within 3 s" in one_line(silent.value)
+
+
+class Answers:
+    """In the place of the process that speaks with Ray."""
+
+    def __init__(self, **answers: Callable) -> None:
+        self.answers = answers
+
+    def ask(self, what: str, *words: object, seconds: float) -> object:
+        return self.answers[what](*words)
+
+    def close(self) -> None:
+        self.answers.clear()
+
+
+def raises(error: Exception) -> Callable:
+    def answer(*_: object) -> None:
+        raise error
+
+    return answer
 
 
 def test_where_no_cluster_runs_it_says_how_to_start_one(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())  # a cluster of somebody else may run on this machine
-    monkeypatch.setattr(cluster_module, "CONNECT", "import sys; print('no running instance'); sys.exit(1)")
+    monkeypatch.setattr(cluster_module, "find_spec", lambda name: True)
+    driver = Answers(connect=raises(RuntimeError("no running instance")))
+    monkeypatch.setattr(cluster_module, "DriverProcess", lambda: driver)
     with pytest.raises(UserError) as refused, pool("", tmp_path):
         pass
     assert "(no running instance); start one by `ray start --head`" in one_line(refused.value)
+    assert not driver.answers, "closed"
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_process_of_ray_that_dies_is_a_cluster_that_is_gone(tmp_path):
+    found = pool("", tmp_path)
+    found.driver = DriverProcess()
+    found.driver.process.kill()
+    found.driver.process.wait()
+    for _ in range(2):  # at the pipe's end, and into a pipe without one
+        with pytest.raises(UserError) as gone:
+            found.ask("nodes")
+        assert "no longer answers (" in one_line(gone.value)
+        assert found.lost
+    found.driver.close()
 
 
 @pytest.mark.parametrize(
@@ -287,21 +328,15 @@ def test_where_no_cluster_runs_it_says_how_to_start_one(tmp_path, monkeypatch):
 )
 def test_nodes_that_are_too_small_for_a_run_are_named(resources, threads, says, tmp_path, monkeypatch):
     """The cluster has enough in all, but no single node does."""
-    total = {name: sum(node.get(name, 0) for node in resources) for name in ("CPU", "GPU")}
-    ray = SimpleNamespace(
-        init=lambda **_: None,
-        shutdown=lambda: None,
-        get_runtime_context=lambda: SimpleNamespace(gcs_address="host:6379"),
-        cluster_resources=lambda: total,
-        nodes=lambda: [{"Alive": True, "Resources": node} for node in resources],
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(RayPool, "_check_that_it_answers", lambda self: None)
+    driver = Answers(connect=lambda address: address, nodes=lambda: resources)
+    monkeypatch.setattr(cluster_module, "find_spec", lambda name: True)
+    monkeypatch.setattr(cluster_module, "DriverProcess", lambda: driver)
     monkeypatch.setattr(cluster_module, "_unreachable", lambda address: "")
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    config = override(tiny(tmp_path), {"train.device": "cuda" if total["GPU"] else "cpu"})
+    config = override(tiny(tmp_path), {"train.device": "cuda" if "GPU" in resources[1] else "cpu"})
     with pytest.raises(UserError) as refused, RayPool("host:6379", {"a": config}, None, tmp_path, show=False):
         pass
+    assert not driver.answers, "closed"
     assert says in one_line(refused.value)
 
 
@@ -313,7 +348,7 @@ def test_a_wrong_address_is_refused(address, tmp_path):
 
 
 def test_without_ray_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(cluster_module, "find_spec", lambda name: None)
     with pytest.raises(UserError) as refused:
         pool("host:6379", tmp_path)
     assert "pip install 'tokendepth[cluster]'" in one_line(refused.value)
@@ -331,18 +366,19 @@ class RayTaskError(RayError):
         self.cause = cause
 
 
-def job(folder: Path, answer: Callable[[], int]) -> RayJob:
+def driver(answer: Callable[[], int]) -> Driver:
+    """With a fake of Ray, that has one task."""
     exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
-    ray = SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=lambda ref: answer(), exceptions=exceptions)
+    found = Driver.__new__(Driver)
+    found.ray = SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=lambda ref: answer(), exceptions=exceptions)
+    found.results = {0: "ref"}
+    return found
+
+
+def job(folder: Path, answer: Callable[[], int]) -> RayJob:
     task = {"config": to_dict(tiny(folder)), "folder": str(folder / "run")}
-    return RayJob(SimpleNamespace(ray=ray, lost=False), "ref", task, folder / "run.log")  # pyright: ignore
-
-
-def raises(error: Exception) -> Callable[[], int]:
-    def answer() -> int:
-        raise error
-
-    return answer
+    ask = lambda what, *words: getattr(driver(answer), what)(*words)  # noqa: E731
+    return RayJob(SimpleNamespace(ask=ask, lost=False), 0, task, folder / "run.log")  # pyright: ignore
 
 
 def test_a_run_that_is_finished_is_waited_for_until_it_is_seen_here(tmp_path, monkeypatch):

@@ -71,15 +71,19 @@ def start_process(
     task: dict[str, Any], log: Path, environment: dict[str, str], folder: str | None = None
 ) -> subprocess.Popen:
     """A worker on this machine, in `folder`, with `environment` beside this process's own."""
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     with disk_faults(log), log.open("w") as words:
         return subprocess.Popen(
             [sys.executable, "-m", "tokendepth.training.sweep", json.dumps(task)],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": path, **environment},
+            env={**os.environ, **package_path(), **environment},
             stdin=subprocess.PIPE,  # never written to: it closes when the sweep ends
             stdout=words,
             stderr=words,
             start_new_session=True,  # Ctrl-C reaches the sweep alone, which then asks its workers to stop
         )
+
+
+def package_path() -> dict[str, str]:
+    """For the environment of a process that imports this package from wherever it lies."""
+    package = str(Path(__file__).resolve().parents[2])
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}

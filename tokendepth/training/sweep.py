@@ -115,7 +115,6 @@ class _Sweep:
             TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(),
             console=console,
-            redirect_stdout=False,  # a pool may have redirected it already
             disable=not (show and console.is_terminal),
         )
 
