@@ -62,7 +62,7 @@ CONFINED = {  # third-party package -> the only files in tokendepth/ that may im
     "peft": r"hf/.+",
     "accelerate": r"hf/.+",
     "tokenizers": r"data/bpe\.py|hf/.+",
-    "ray": r"training/cluster\.py",
+    "ray": r"training/ray_driver\.py",
 }
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 TORCH_PICKLES = {  # functions, and modules of which every function is suspect
