@@ -157,6 +157,7 @@ def miniature(config: RunConfig) -> RunConfig:
     steps = max(2, small.train.steps * config.train.steps // LONG)
     rhythm = {"warmup": min(1, steps - 1), "eval_every": steps, "checkpoint_every": steps}
     train = replace(small.train, lr=config.train.lr, steps=steps, **rhythm)
-    # A text that is soon read: training ends with a validation.
-    data = replace(small.data, corpus=f"text:{PAPER}")
+    # A text that is soon read: training ends with a validation. It has no more than some hundred BPE tokens.
+    tokens = "bpe:300" if config.data.token_kind == "bpe" else config.data.tokens
+    data = replace(small.data, corpus=f"text:{PAPER}", tokens=tokens)
     return replace(small, data=data, model=replace(small.model, **shape), train=train)

@@ -8,13 +8,13 @@ from paper import contenders, search, spans
 from paper.comparison import judge, table, verdicts, wrapped
 from paper.contenders import DENSE, LONG, SHORT, WARM_UP, Contender
 from paper.depth import PASSES, TOKENS, Entry, Order, order, outcomes
-from paper.evidence import NOT_RUN, needs_report_extra, show
+from paper.evidence import BITS, NOT_RUN, needs_report_extra, show
 from paper.grid import same
 from paper.outcomes import OUTSIDE, Cost, Outcomes, interpolate
 from paper.search import Search
 from paper.settings import Setting
 from tokendepth.config import from_dict
-from tokendepth.report.summary import DASH
+from tokendepth.report.summary import DASH, Stat
 from tokendepth.runs.files import disk_faults, write_bytes
 from tokendepth.runs.results import read_rows
 
@@ -224,18 +224,32 @@ def grows(results: Path, *, quick: bool = False) -> str:
         for entry in made:
             loss, flops = found.stat(entry.setting, "loss"), found.stat(entry.setting, "flops_per_token")
             if loss and flops:
-                cells = [*_beside(found, entry, "flops_per_token"), _by_full_rows(found, entry)]
-                rows.append([scale.title, entry.setting.title, show(loss), *cells, f"{flops.mean:,.0f}"])
+                size = _bytes_per_token(found, entry)
+                per_byte = Stat(tuple(value / size for value in loss.values))
+                cells = [*_beside(found, entry, "flops_per_token", size), _by_full_rows(found, entry)]
+                rows.append([scale.title, entry.setting.title, show(per_byte), *cells, f"{flops.mean:,.0f}"])
     titles = ["scale", "setting", "loss", "dense, same FLOPs", "difference", "", "by full rows", "FLOPs"]
     gain = spans.gain_of_doubling(results, quick=quick)
     words = (
         "Span routing by a rule and by the best learned decider of the search, and the best method that decides block "
         "by block, beside dense models with 4, 6 and 8 layers of each scale; rates as searched at width 256, times 256 "
-        "/ width."
+        "/ width. With BPE the rule takes the tokens that begin a word, signs and spaces, and the learned decider gets "
+        f"that share as its budget, {spans.BPE.budget:g}. Losses are in nats per byte at every scale. But BPE is "
+        "trained and evaluated on as many tokens as bytes are, so on nearly three times the text (its training reads "
+        "all of it twice), and its output head, which is in the FLOPs, costs a little more than a layer: across scales "
+        "only differences compare."
     )
     if gain is not None:
         words += f" Twice the steps change the loss of the dense model with six layers by {gain:+.2%}."
     return f"{wrapped(words)}\n\n{table(titles, rows, words=2)}"
+
+
+def _bytes_per_token(found: Outcomes, entry: Entry) -> float:
+    """Of the text that was evaluated, the same for all of a scale."""
+    if entry.config.data.tokens == "byte":
+        return 1.0
+    sparse = (found.first_row(entry.setting) or {})["evaluation"]["sparse"]
+    return BITS * sparse["loss"] / sparse["bits_per_byte"]
 
 
 def _by_full_rows(found: Outcomes, entry: Entry) -> str:
@@ -246,7 +260,7 @@ def _by_full_rows(found: Outcomes, entry: Entry) -> str:
     return _beside(found, entry, "full_rows_flops")[1]
 
 
-def _beside(found: Outcomes, entry: Entry, by: Cost) -> list[str]:
+def _beside(found: Outcomes, entry: Entry, by: Cost, bytes_per_token: float = 1.0) -> list[str]:
     """The loss of dense models at the same cost, how far from it this one is, and the verdict."""
     if entry.setting.method == "dense":
         return [DASH, DASH, ""]
@@ -256,7 +270,7 @@ def _beside(found: Outcomes, entry: Entry, by: Cost) -> list[str]:
     if against == OUTSIDE:
         return [OUTSIDE, DASH, ""]
     dense, difference = against
-    return [f"{dense.mean:.4f}", difference.text("+.2%"), judge(difference)]
+    return [f"{dense.mean / bytes_per_token:.4f}", difference.text("+.2%"), judge(difference)]
 
 
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:

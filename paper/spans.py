@@ -1,9 +1,9 @@
-"""Whether the gap between routed and dense models grows: with training, with context, with width.
+"""Whether the gap between routed and dense models grows: with training, with context, with width; and holds for BPE.
 
 Nothing is searched again. At each scale dense models with 4, 6 and 8 layers stand beside span routing by a rule, by
 that learned decider which did best in the search, and beside that method which did best of all that route block by
 block; rates are those of the search, times 256 / width. Sequences of a batch are fewer where they are longer, so that a
-step has as many tokens everywhere.
+step has as many tokens everywhere. BPE tells whether a span pays where tokens are words, or parts of them, already.
 
     from paper.spans import spans
     spans(max_minutes=9)                    # repeat it until nothing is left
@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paper import contenders
-from paper.contenders import LONG, MODEL, miniature
+from paper.contenders import DATA, LONG, MODEL, miniature
 from paper.depth import ROWS as BASE_ROWS
 from paper.depth import SEEDS, Entry, entries, fill_on_test, outcomes_of
-from paper.grid import Deadline, Progress
+from paper.grid import Deadline, Progress, missing
 from paper.outcomes import Outcomes
 from paper.search import Search
 from paper.settings import Setting
-from tokendepth.config import RunConfig
+from tokendepth import data
+from tokendepth.config import RunConfig, SpanConfig
 from tokendepth.errors import UserError
 
 ROWS = "spans.json"
@@ -37,6 +38,9 @@ class Scale:
     width: int = MODEL.d_model
     context: int = MODEL.context
     steps: int = LONG
+    tokens: str = DATA.tokens
+    budget: float | None = None
+    """Share of the tokens that take a span; None: as searched."""
 
     def of(self, config: RunConfig) -> RunConfig:
         """The same model at this scale."""
@@ -44,15 +48,26 @@ class Scale:
         shape = {"d_model": self.width, "n_head": grown * model.n_head, "d_ff": grown * model.d_ff}
         batch = train.batch_size * model.context // self.context
         every = {"eval_every": self.steps // 4, "checkpoint_every": self.steps}
+        method = config.method
+        if self.budget is not None and isinstance(method, SpanConfig):
+            method = replace(method, budget=self.budget)
         return replace(
             config,
+            data=replace(config.data, tokens=self.tokens),
+            method=method,
             model=replace(model, context=self.context, **shape),
             train=replace(train, lr=train.lr / grown, steps=self.steps, batch_size=batch, **every),
         )
 
 
 BASE, TWICE = Scale("width 256, context 256, 4,000 steps"), Scale("8,000 steps", steps=2 * LONG)
-SCALES = (BASE, Scale("width 512", width=512), Scale("context 512", context=512), TWICE)
+BPE = Scale("BPE of 4,096 tokens", tokens="bpe:4096", budget=0.56)
+"""4,096, so that at width 256 the head costs about a layer; that of 16,384 would cost more than four.
+
+The budget is the rule's own share: 0.557 of the tokens of the training split, counted over all of it (0.559 of the
+validation split; of bytes it is 0.256).
+"""
+SCALES = (BASE, Scale("width 512", width=512), Scale("context 512", context=512), TWICE, BPE)
 """The one most asked for first: a call that is cut short has it."""
 
 
@@ -91,15 +106,17 @@ def spans(
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     if max_minutes is not None and not max_minutes > 0:
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
-    search, configs = Search.read(results, quick=quick), {}
+    search, configs, deadline = Search.read(results, quick=quick), {}, Deadline.after(max_minutes)
     for scale in SCALES[1:]:
         for entry in at_scale(search, scale, quick=quick):
             for name, config in entry.runs(1 if quick else seeds).items():
                 configs[f"{scale.title.replace(' ', '_').replace(',', '')}-{name}"] = config
     if not configs:
         raise UserError(f"{results} has no complete search yet; run: python -m paper search")
+    for text in {config.data for config in missing(configs, results / ROWS).values()}:
+        data.load(text)  # fills the cache: runs that begin side by side would each train the BPE and encode the text
     how = {"workers": workers, "quick": quick, "show": show}
-    return fill_on_test(configs, out, results / ROWS, Deadline.after(max_minutes), **how)
+    return fill_on_test(configs, out, results / ROWS, deadline, **how)
 
 
 def outcomes_at(results: Path, scale: Scale, *, quick: bool = False) -> tuple[Outcomes, list[Entry]]:

@@ -14,6 +14,7 @@ from tokendepth import data
 from tokendepth.cache import KVCache
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, SpanConfig
 from tokendepth.context import Context
+from tokendepth.data.bpe import train_bpe
 from tokendepth.errors import UserError
 from tokendepth.measure.calibrate import calibrate_on
 from tokendepth.measure.evaluate import evaluate, load_model
@@ -387,6 +388,19 @@ def test_what_ends_a_word():
     inside = [b"a", b"Z", b"7", b"ing", "\u00e9".encode(), b"\xc3", b"\xa9"]
     assert all(map(ends_word, ending))
     assert not any(map(ends_word, inside))
+
+
+def test_of_bpe_the_rule_takes_what_begins_a_word():
+    """Whatever pieces words are in: the pieces that go on with one are skipped."""
+    tokenizer = train_bpe(["the theory of words and their wordings, in 1984 theories; "] * 9, 280)
+    active = WordEnds(replace(MODEL, vocab_size=tokenizer.vocab_size))
+    active.read_vocabulary(tokenizer.spellings())
+    ids = tokenizer.encode(" the wordings, theorising")
+    pieces = [tokenizer.token_bytes(token) for token in ids]
+    assert len(pieces) > 4, "words in several pieces"
+    expected = [piece.startswith((b" ", b",")) for piece in pieces]
+    assert active(torch.empty(0), Context(ids=torch.tensor([ids])))[0].bool().tolist() == expected
+    assert sum(expected) == 4
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Where depth pays: the rule of the search on made-up rows, and both commands in miniature."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 from paper import contenders, depth, depth_page, spans
 from paper.__main__ import PAPER
 from paper.contenders import CONTENDERS, DECIDERS, DENSE, LONG, RATES, SHORT, Contender
-from paper.grid import Progress
+from paper.evidence import BITS
+from paper.grid import Deadline, Progress
 from paper.pages import render
 from paper.schematic import SCHEMATICS
 from paper.search import ROWS, Search, runs
 from tests.tiny import hashes
 from tokendepth.cli.main import main
-from tokendepth.config import RunConfig, to_dict
+from tokendepth.config import DataConfig, RunConfig, SpanConfig, from_dict, to_dict
 from tokendepth.errors import UserError
 from tokendepth.methods import build, outline
 from tokendepth.report.figures import Drawing
@@ -298,7 +300,26 @@ def test_a_scale_changes_one_thing_and_keeps_the_tokens_of_a_step(scale):
     assert (grown.model.n_layer, grown.method) == (config.model.n_layer, config.method)
     assert grown.model.width == config.model.width, "wider models have more heads"
     changed = (grown.model.d_model != 256) + (grown.model.context != 256) + (grown.train.steps != LONG)
-    assert changed == (scale is not spans.BASE)
+    assert changed + (grown.data != config.data) == (scale is not spans.BASE)
+
+
+def test_of_bpe_a_span_has_the_share_of_the_rule(searched):
+    made = spans.at_scale(Search.read(searched), spans.BPE)
+    assert {entry.config.data for entry in made} == {DataConfig("enwik8", "bpe:4096")}
+    methods = {entry.setting.method: entry.config.method for entry in made}
+    deciders = {name for name, method in methods.items() if isinstance(method, SpanConfig)}
+    assert len(deciders) == 2, "the rule and a learned decider"
+    assert deciders > {spans.RULE}
+    assert {vars(methods[name])["budget"] for name in deciders} == {0.56}
+    budget = next(one for one in CONTENDERS if one.name == "budget").config("0.65, 8 layers", 2e-3, LONG)
+    assert spans.BPE.of(budget).method == budget.method, "a share of another kind"
+
+
+def test_with_bpe_the_head_costs_little_more_than_a_layer():
+    config = spans.BPE.of(DENSE.config("6 layers", 2e-3, LONG))
+    model = outline(replace(config, model=replace(config.model, vocab_size=config.data.bpe_size)))
+    (site, *_) = model.method.sites(config.model.context)
+    assert 1 < model.head_flops / (site.always + site.active) < 1.2
 
 
 def test_scales_stay_apart_in_miniature():
@@ -318,6 +339,47 @@ def test_dense_models_are_there_at_every_scale_and_doubling_is_told(searched):
     (searched / spans.ROWS).write_text(json.dumps([made_up(six.config, 2.376, SIX)]))
     assert spans.gain_of_doubling(searched) == pytest.approx(-0.01, abs=0.005)
     assert "with six layers by -1." in depth_page.grows(searched).replace("\n", " ")
+
+
+def test_losses_of_all_scales_are_per_byte(searched):
+    """A token of two bytes: dense models lose 2.4 and 2.2 nats with 6 and 8 layers, so 1.15 a byte between them."""
+    rows = []
+    for entry in spans.at_scale(Search.read(searched), spans.BPE):
+        layers, plain = entry.config.model.n_layer, entry.setting.method == "dense"
+        loss = 3 - layers / 10 if plain else 2.07
+        rows.append(made_up(entry.config, loss, 1e6 * layers if plain else 7e6))
+        rows[-1]["evaluation"]["sparse"]["bits_per_byte"] = loss / 2 / math.log(2)
+    (searched / spans.ROWS).write_text(json.dumps(rows))
+    page = depth_page.grows(searched)
+    assert "| BPE of 4,096 tokens | dense, 6 layers | 1.2000 (n=1) | — |" in page
+    line = "| BPE of 4,096 tokens | span by a rule on the text, 2 + 8 + 2 layers | "
+    assert f"{line}1.0350 (n=1) | 1.1500 | -10.00% | better |  | 7,000,000 |" in page
+
+
+def test_a_text_is_tokenized_once_before_runs_begin_side_by_side(searched, tmp_path, monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr("tokendepth.data.load", asked.append)
+    monkeypatch.setattr("paper.grid.fill", lambda *_, **__: asked.append("runs") or Progress())
+    spans.spans(results=searched, out=tmp_path / "runs", show=False)
+    assert asked[-1] == "runs"
+    assert {one.tokens for one in asked[:-1]} == {"byte", "bpe:4096"}
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("name", ["span_rule", "span_taught", "span_score"])
+def test_a_span_of_bpe_tokens_trains_in_miniature(name, tmp_path):
+    one = next(one for one in CONTENDERS if one.name == name)
+    config = contenders.miniature(spans.BPE.of(one.config("3 + 4 + 2 layers", 2e-3, LONG)))
+    rows = tmp_path / "rows.json"
+    depth.fill_on_test({name: config}, tmp_path / "runs", rows, Deadline(), quick=True, show=False)
+    (row,) = read_rows(rows)
+    figures = row["evaluation"]["sparse"]
+    assert 0 < figures["active_fraction"] < 1
+    assert figures["bits_per_byte"] < BITS * figures["loss"], "a token is more than a byte"
+    assert row["config"]["model"]["vocab_size"] == 300
+    head = outline(from_dict(row["config"])).head_flops
+    assert head == 2 * 16 * 300, "as wide as the vocabulary"
+    assert row["evaluation"]["flops_per_token"] > head
 
 
 def test_the_order_of_short_runs_is_checked_by_long_ones(searched):
@@ -379,7 +441,9 @@ def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys):
     assert all(abs(row["narrower_rows_flops_per_token"]) < 1 for row in found), "these pack nothing"
     main(["times", "--quick", "--device", "cpu", "--results", str(rows)], PAPER)
     main(["spans", "--quick", "--out", str(tmp_path / "spans"), "--results", str(rows)], PAPER)
-    assert len(read_rows(rows / spans.ROWS)) == 3 * (len(spans.LAYERS) + 1), "and the best that decides block by block"
+    found = read_rows(rows / spans.ROWS)
+    assert len(found) == 4 * (len(spans.LAYERS) + 1), "and the best that decides block by block"
+    assert sum(row["config"]["data"]["tokens"] == "bpe:300" for row in found) == len(spans.LAYERS) + 1
     assert len(read_rows(rows / depth.TIMES)) == len(depth.LAYERS) + 2
     undrawn.setattr("paper.passes.compiled", lambda model: model)  # takes half a minute each
     line = ["passes", "--quick", "--only", "mod", "--batches", "1,2", "--device", "cpu"]
@@ -395,6 +459,7 @@ def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys):
     page = (tmp_path / "docs" / "WHERE_DEPTH_PAYS.md").read_text()
     assert "not run" not in page.split("### What was chosen")[1].split("## How to read")[0]
     assert "time, CPU" in page.split("## At equal loss")[1]
+    assert page.count("\n| BPE of 4,096 tokens |") == len(spans.LAYERS) + 1
     for name in ("", "-training", "-time"):
         assert f"figures/compare-enwik8-bytes{name}.png" in page
         assert (tmp_path / "docs" / "figures" / f"compare-enwik8-bytes{name}.png").stat().st_size
