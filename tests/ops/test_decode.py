@@ -28,7 +28,7 @@ FAR = 1e30  # in keys and values that must not be seen; finite, because weight 0
 SIZES = {
     "alone, odd": (1, 72, 3, 3, 24, 100, 37),
     "few": (3, 48, 3, 3, 16, 100, 21),
-    "many": (37, 32, 2, 2, 16, 32, 19),
+    "many": (19, 32, 2, 2, 16, 32, 19),
     "long": (2, 32, 2, 2, 16, 32, 150),
 }
 MODERN = {
