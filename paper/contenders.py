@@ -73,6 +73,7 @@ DECIDERS = {
     "rule": "span by a rule on the text",
     "boundary": "span by learned boundaries",
     "taught": "span by boundaries that were taught the rule",
+    "entropy": "span by the entropy of the next token",
     "gain": "span by what skipping costs",
     "score": "span by a learned score",
 }

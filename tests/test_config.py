@@ -386,7 +386,7 @@ def test_a_span_must_fit_the_layers():
 
 
 def test_a_span_whose_knobs_contradict_each_other_is_refused():
-    for decide in ("gain", "rule", "dice"):
+    for decide in ("gain", "entropy", "rule", "dice"):
         message = refused(SpanConfig, decide=decide, carry="smooth")
         assert message.startswith(f"method.carry is 'smooth'; expected none or last, since decide is {decide}")
     message = refused(SpanConfig, decide="boundary", budget=1.0)

@@ -87,6 +87,7 @@ CASES["mor-token-shared"] = MoRConfig(recursions=3, routing="token", kv="shared"
 CASES["itt-router"] = ITTConfig(steps=2, every=1, decides="router")
 CASES["span-boundary"] = SpanConfig(decide="boundary", carry="smooth", ratio_loss=0.0)
 CASES["span-gain"] = SpanConfig(decide="gain", keys="all", carry="none")
+CASES["span-entropy"] = SpanConfig(decide="entropy", budget=0.4)
 CASES["span-dice"] = SpanConfig(decide="dice", budget=0.5, keys="all", carry="none")
 # Every method, and the ways to run a block that its default does not take: given rows, given keys.
 CLASSIC = list(CASES)

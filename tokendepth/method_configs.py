@@ -257,8 +257,9 @@ class SpanConfig(MethodConfig):
     """How many blocks the span has; unless set, it leaves as many after it as come before it."""
     budget: float = 0.25
     """Share of the tokens that take the span, above 0 and up to 1; 0 where a bypass replaces it for all."""
-    decide: Literal["score", "boundary", "gain", "rule", "dice"] = "score"
-    """A learned score, H-Net's boundaries, a score that predicts what skipping costs, ends of words, or by chance."""
+    decide: Literal["score", "boundary", "gain", "entropy", "rule", "dice"] = "score"
+    """A learned score, H-Net's boundaries, a score that predicts what skipping costs, how unsure of the next token the
+    state is, ends of words, or by chance."""
     keys: Literal["active", "all"] = "active"
     """Whose keys and values the span's blocks attend over: those of the tokens that take it, or everybody's."""
     carry: Literal["none", "last", "smooth"] = "last"

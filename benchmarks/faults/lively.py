@@ -28,11 +28,12 @@ def enlivened(model: LanguageModel, ids: Tensor, spread: float = 1.0) -> Languag
         scaled = (logits[number] - bias) * scale
         median = scaled.median()
         centre = (median + scaled[scaled > median + 1e-3].min()) / 2  # no token stands on the threshold itself
+        if linears[-1].bias is None and model.method.live_thresholds() is not None:
+            model.method.set_thresholds([float(centre / scale)] * len(routed_sites(model)))
+            continue
         linears[-1].weight.mul_(scale)
         if linears[-1].bias is not None:
             linears[-1].bias.fill_(-centre)
-        elif model.method.live_thresholds() is not None:
-            model.method.set_thresholds([float(centre / scale)] * len(routed_sites(model)))
     return model
 
 

@@ -23,7 +23,7 @@ from tokendepth.methods import build
 from tokendepth.methods.base import divergence
 from tokendepth.methods.budget import gain_target
 from tokendepth.methods.span import ROOM, Bypass, Span
-from tokendepth.methods.span_deciders import Boundary, WordEnds, carry_on, ends_word, ratio_loss, taught_loss
+from tokendepth.methods.span_deciders import Boundary, Entropy, WordEnds, carry_on, ends_word, ratio_loss, taught_loss
 from tokendepth.model import Block, LanguageModel
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
@@ -97,6 +97,7 @@ def dense_like(model: LanguageModel, *, skip: range = range(0)) -> LanguageModel
         {"decide": "rule", "carry": "none"},
         {"decide": "rule", "carry": "last"},
         {"decide": "gain", "carry": "last"},
+        {"decide": "entropy", "carry": "last"},
         {"decide": "gain", "keys": "all", "carry": "none"},
         {"decide": "dice", "keys": "all", "carry": "last"},
     ],
@@ -317,6 +318,28 @@ def test_what_is_trained_does_not_depend_on_what_was_calibrated(decide):
     before = model(ids)
     calibrate_on(model.eval(), ids, 0.9)
     assert torch.equal(model.train()(ids).logits, before.logits)
+
+
+def test_the_entropy_is_that_of_what_the_state_predicts():
+    model, ids = span(decide="entropy").train(), tokens(6)
+    inputs, targets = ids[:, :-1], ids[:, 1:].clone()
+    targets[:, :3] = -100
+    method, (embedded, ctx) = method_of(model), model.entering(inputs, "hard")
+    assert isinstance(method.decider, Entropy)
+    head = method.decider.head.weight
+    with torch.no_grad():
+        head.mul_(50)
+        seen = method._seen(method.blocks[0](embedded, ctx))
+        score = method.decider(seen, ctx)
+        predicted = torch.distributions.Categorical(logits=seen @ head.T)
+    assert close(score, predicted.entropy())
+    assert score.std() > 0.1
+    out = model(inputs, targets=targets)
+    wanted = F.cross_entropy(predicted.logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    assert out.losses["entropy"].item() == pytest.approx(wanted.item(), rel=1e-5)
+    gradients = torch.autograd.grad(out.losses["entropy"], list(model.parameters()), allow_unused=True)
+    reached = [name for (name, _), one in zip(model.named_parameters(), gradients, strict=True) if one is not None]
+    assert reached == ["method.decider.head.weight"], "and nothing else"
 
 
 def test_the_gain_is_what_a_token_loses_without_the_span():

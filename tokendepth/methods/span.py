@@ -44,6 +44,7 @@ from tokendepth.methods.span_deciders import (
     QUANTILE,
     Boundary,
     Dice,
+    Entropy,
     Gain,
     WordEnds,
     carry_on,
@@ -277,11 +278,15 @@ class Span(ExactBuffers, Method):
         if isinstance(self.decider, Boundary) and knobs.ratio_loss:
             ratio = ratio_loss(score, score > self.decider.threshold, knobs.budget, ctx)
             return {"ratio": knobs.ratio_loss * ratio * (1 - self.told)}
-        if isinstance(self.decider, Gain) and ctx.targets is not None:
-            counted = (ctx.targets >= 0).float()  # elsewhere no loss is taken
+        if ctx.targets is None or not isinstance(self.decider, Gain | Entropy):
+            return {}
+        counted = ctx.targets >= 0  # elsewhere no loss is taken
+        if isinstance(self.decider, Gain):
             errors = (score - gain_target(self._skipping_costs(hidden, passed_by, ctx))).square()
-            return {"gain": (errors * counted).sum() / counted.sum().clamp(min=1)}
-        return {}
+        else:
+            predicted = self.decider.predict(self._seen(hidden))
+            errors = -predicted.gather(2, ctx.targets.clamp(min=0)[..., None])[..., 0]
+        return {knobs.decide: (errors * counted).sum() / counted.sum().clamp(min=1)}
 
     @torch.no_grad()
     def _skipping_costs(self, hidden: Tensor, passed_by: Tensor, ctx: Context) -> Tensor:

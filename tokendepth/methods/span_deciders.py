@@ -1,7 +1,8 @@
 """Who takes a span: a score for every token, from what has been read of its text. One class a way to decide.
 
-`Score`, `Boundary` and `Gain` are learned, and read what the span's first norm makes of the state before scale and
-shift. `WordEnds` is a rule on the token, `Dice` the control. `Boundary` is H-Net's (Hwang et al. 2025):
+`Score`, `Boundary`, `Gain` and `Entropy` are learned, and read what the span's first norm makes of the state before
+scale and shift. `WordEnds` is a rule on the token, `Dice` the control. `Entropy` is what BLT cuts bytes into patches by
+(Pagnoni et al. 2024), of the state instead of another model. `Boundary` is H-Net's (Hwang et al. 2025):
 
     p_t = (1 - cos(W_q h_t, W_k h_{t-1})) / 2,   p_1 = 1;   a token is active where p_t > 0.5
     ratio loss = N / (N - 1) ((N - 1) F G + (1 - F)(1 - G)),   N = 1 / budget, F the mean of active_t, G that of p_t
@@ -11,6 +12,7 @@ alone, boundaries settle elsewhere than at the ends of words, where a rule does 
 first: for a part of the training words decide, and p_t learns them by cross entropy.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -85,6 +87,25 @@ class Gain(Score):
 
     def weight(self, score: Tensor) -> None:
         return None
+
+
+class Entropy(Decider):
+    """How unsure of the next token a head is that reads the state; no gradient of it reaches the state."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.head = nn.Linear(model.d_model, model.vocab_size, bias=False)
+        nn.init.normal_(self.head.weight, std=0.02)
+        self.flops, self.threshold = 2 * self.head.weight.numel(), math.log(model.vocab_size) / 2
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        predicted = self.predict(x)
+        return -(predicted.exp() * predicted).sum(-1)
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Logarithms of the next token's probabilities, `[batch, time, vocabulary]`."""
+        logits = self.head(x.detach())
+        return logits.log_softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 class Boundary(Decider):
@@ -165,6 +186,8 @@ class Dice(Decider):
 def make_decider(model: ModelConfig, config: SpanConfig) -> Decider:
     if config.decide == "boundary":
         return Boundary(model, config)
+    if config.decide == "entropy":
+        return Entropy(model)
     if config.decide == "rule":
         return WordEnds(model)
     if config.decide == "dice":
