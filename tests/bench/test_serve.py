@@ -79,7 +79,8 @@ def test_every_prompt_is_sent_once_and_times_are_the_clients(stock):
     for answer in answers:
         assert (answer.tokens, answer.text) == (5, "0 1 2 3 4 ")
         assert 0.01 <= answer.first < answer.last <= seconds
-        assert 0.01 <= answer.a_token < answer.last
+        assert answer.last >= 5 * 0.01, "a first token that comes late leaves the others less time"
+        assert answer.a_token == pytest.approx((answer.last - answer.first) / 4)
     assert 3 * 0.05 <= seconds < 6 * 0.05 + 5
 
 

@@ -28,6 +28,7 @@ CONNECT_S, LOST_S = 30, 20
 VISIBLE_S = 60
 """Seconds until files written by a node are visible here: network file systems are slow."""
 LOOK_EVERY_S = 2
+ENDED = "Ray's process has ended"
 
 
 class RayPool(Pool):
@@ -84,7 +85,7 @@ class RayPool(Pool):
             ) from None
         except (RuntimeError, EOFError) as error:
             raise UserError(
-                f"{self.name} cannot be joined ({str(error)[:300]}); start one by `ray start --head`, "
+                f"{self.name} cannot be joined ({str(error)[:300] or ENDED}); start one by `ray start --head`, "
                 "or name its address: --on ray:HOST:PORT"
             ) from None
         self.answered = time.monotonic()
@@ -98,7 +99,7 @@ class RayPool(Pool):
         try:
             return self.driver.ask(what, *words, seconds=LOST_S)
         except (RuntimeError, TimeoutError, EOFError, BrokenPipeError) as error:
-            self._give_up(str(error) or "Ray's process has ended")
+            self._give_up(str(error) or ENDED)
 
     def _give_up(self, fault: str) -> None:
         self.lost = True
