@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -19,6 +18,7 @@ from typing import IO, Any
 
 import torch
 
+from benchmarks.faults.ports import free_port
 from benchmarks.faults.stopped import at_step
 from tokendepth import streams
 from tokendepth.cli.main import main as main_program
@@ -109,10 +109,7 @@ def train(order: Order) -> int:
 
 def over_ranks(order: Order, work: Callable[[Order, int], None]) -> int:
     """Do `work` in `world` processes with the environment that torchrun gives them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(order["world"])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(order["world"])}
     rank = next((rank for rank in range(1, order["world"]) if os.fork() == 0), 0)
     os.environ["RANK"] = str(rank)
     try:

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import resource
+import socket
 import subprocess
 import sys
 import tomllib
@@ -119,6 +120,19 @@ def test_an_environment_that_torchrun_would_not_set(variables, said, capsys, mon
     line = refused(capsys, "train", "demo.tsa", "--out", str(tmp_path / "run"))
     assert f"the environment variable {said}" in line
     assert line.endswith("start the processes with torchrun, or unset WORLD_SIZE and RANK")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_at_which_somebody_else_listens(capsys, monkeypatch, tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        ranks = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in ranks.items():
+            monkeypatch.setenv(name, value)
+        line = refused(capsys, "train", "demo.tsa", "--out", str(tmp_path / "run"))
+    assert f"MASTER_PORT is '{port}'; expected a port that is free, but another program listens there" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.commands import train_words
+from benchmarks.faults.ports import free_port
 from tests.processes import is_alive, saved_step, wait_until
 from tests.tiny import hashes, steady, tiny
 from tokendepth.config import RunConfig
@@ -54,9 +55,7 @@ def ranks(launcher: subprocess.Popen) -> list[int]:
 def test_after_one_of_two_launchers_died_another_joins_and_the_run_ends_in_the_same_bits(
     server, config, launch, tmp_path
 ):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     how = f"--nnodes 2 --nproc-per-node 1 --max-restarts 2 --rdzv-backend c10d --rdzv-endpoint localhost:{port}"
     how += " --rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=5"  # who is silent for so many seconds is dead
     run = Run(tmp_path / "run")

@@ -121,6 +121,12 @@ def _peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            port = os.environ["MASTER_PORT"]
+            raise UserError(
+                f"the environment variable MASTER_PORT is {port!r}; expected a port that is free, but another program "
+                "listens there; choose another"
+            ) from error
         raise UserError(
             "another process of this training has ended or cannot be reached; every saved step is intact; go on by "
             "repeating the same line with --resume"
