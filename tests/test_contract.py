@@ -127,12 +127,13 @@ ONLY_MODERN = [case for case in CASES if case.removesuffix(" modern") not in CAS
 each_way_to_decide = pytest.mark.parametrize(
     "case", [*CLASSIC, *(pytest.param(case, marks=pytest.mark.slow) for case in ONLY_MODERN)]
 )
-# What takes longer still is tried for every case on the classic block, and on the modern one for every way to run it:
-# rows by a mask, given rows, given keys, rows packed into a shorter sequence.
+# What takes longer still is tried on the classic block, but for cases whose parts are all in others, and on the modern
+# one for every way to run it: rows by a mask, given rows, given keys, rows packed into a shorter sequence.
+IN_OTHERS = ("budget-random", "mor-token", "mor-shared", "span-dice")
+AT_LENGTH = [case for case in CLASSIC if case not in IN_OTHERS]
 EVERY_WAY = [f"{name} modern" for name in ("tsa", "budget-plain", "mor-token-shared", "span")]
 each_case_at_length = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.slow) for case in CASES if not case.endswith(" modern") or case in EVERY_WAY],
+    "case", [pytest.param(case, marks=pytest.mark.slow) for case in (*AT_LENGTH, *EVERY_WAY)]
 )
 each_active = pytest.mark.parametrize("active", ACTIVE)
 # Only sparse execution costs more where more tokens are active.
