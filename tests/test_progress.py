@@ -54,11 +54,11 @@ def terminal(monkeypatch) -> Heard:
 def test_a_log_hears_of_a_task_that_stands_still(log):
     """One unit may take minutes: nobody calls, and the lines come all the same."""
     with Progress("evaluating [b]x", 3000, unit="tokens") as progress:
-        log.wait_for(r"evaluating \[b\]x: 0/3,000 tokens, 0:00:00 elapsed\n")
+        assert log.wait_for(r"evaluating \[b\]x: 0/3,000 tokens, 0:00:00 elapsed\n")
         progress.update(1500, note="sparse")
-        log.wait_for(r": 1,500/3,000 tokens, sparse, 0:00:00 elapsed, about 0:00:00 left\n")
+        assert log.wait_for(r": 1,500/3,000 tokens, sparse, 0:00:00 elapsed, about 0:00:00 left\n")
         progress.advance(500)
-        log.wait_for(r": 2,000/3,000 tokens, sparse, ")
+        assert log.wait_for(r": 2,000/3,000 tokens, sparse, ")
 
 
 def test_what_is_left_is_judged_by_what_was_done_here(log, monkeypatch):
@@ -67,12 +67,12 @@ def test_what_is_left_is_judged_by_what_was_done_here(log, monkeypatch):
     with Progress("resumed", 100, done=80) as progress:
         now = 110.0
         progress.advance(5)
-        log.wait_for(r"resumed: 85/100, 0:00:10 elapsed, about 0:00:30 left\n")
+        assert log.wait_for(r"resumed: 85/100, 0:00:10 elapsed, about 0:00:30 left\n")
 
 
 def test_a_task_of_unknown_length_says_how_long_it_has_taken(log):
     with Progress("loading"):
-        log.wait_for(r"^loading: 0:00:00 elapsed\n")
+        assert log.wait_for(r"^loading: 0:00:00 elapsed\n")
 
 
 def test_a_log_hears_of_the_innermost_task_and_nothing_once_all_are_done(log):
@@ -160,4 +160,4 @@ def test_a_terminal_that_cannot_move_its_cursor_is_told_in_lines(monkeypatch):
     monkeypatch.setattr(module, "_next_line", 0.0)
     monkeypatch.setattr(module, "console", Console(file=heard, force_terminal=True, _environ={"TERM": "dumb"}))
     with Progress("task", 2):
-        heard.wait_for("task: 0/2, ")
+        assert heard.wait_for("task: 0/2, ")

@@ -85,31 +85,33 @@ def test_loading_pytorch_is_told(log, tmp_path, monkeypatch):
 
 def test_a_long_step_is_told(log, tmp_path, monkeypatch):
     """The fifth comes after a validation and a save, of which nothing is said any more."""
-    real = OptimiserStep.finish
+    real, told = OptimiserStep.finish, []
 
     def finish(self: OptimiserStep, *, lr: float) -> Any:
         if self.step in (3, 4):
-            line = rf"(?m)^run: {self.step}/8 steps, loss \S+  active \S+  \S+ tokens/s, {TIMES}, about \S+ left$"
-            log.wait_for(line)
+            line = rf"(?m)^run: ({self.step})/8 steps, loss \S+  active \S+  \S+ tokens/s, {TIMES}, about \S+ left$"
+            told.append(log.wait_for(line)[1])
         return real(self, lr=lr)
 
     monkeypatch.setattr(OptimiserStep, "finish", finish)
     train(tiny(tmp_path), tmp_path / "run")
+    assert told == ["3", "4"]
 
 
 def test_compiling_is_told(log, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr("tokendepth.training.step.compile_blocks", lambda model: None)
     monkeypatch.setattr(OptimiserStep, "uncompiled", lambda self: contextlib.nullcontext())
-    real = OptimiserStep.begin
+    real, told = OptimiserStep.begin, []
 
     def begin(self: OptimiserStep, *batch: Any, step: int) -> None:
         if step == 0:
-            log.wait_for(rf"(?m)^run: 0/8 steps, compiling, {TIMES}$")
+            told.append(log.wait_for(rf"(?m)^run: 0/8 steps, compiling, {TIMES}$"))
         real(self, *batch, step=step)
 
     monkeypatch.setattr(OptimiserStep, "begin", begin)
     train(tiny(tmp_path, compile="on"), tmp_path / "run")
+    assert len(told) == 1
 
 
 def test_each_batch_of_a_long_validation_is_told(log, tmp_path, monkeypatch):
@@ -135,14 +137,16 @@ def test_each_batch_of_a_long_validation_is_told(log, tmp_path, monkeypatch):
 
 
 def test_a_long_calibration_is_told(log, tmp_path, monkeypatch):
-    real = module.calibrate
+    real, told = module.calibrate, []
 
     def calibrate(*args: Any, roughly: bool = False) -> None:
-        log.wait_for("4/8 steps, validating" if roughly else "8/8 steps, calibrating")
+        told.append(log.wait_for("4/8 steps, validating" if roughly else "8/8 steps, calibrating")[0])
         real(*args, roughly=roughly)
 
     monkeypatch.setattr(module, "calibrate", calibrate)
     train(tiny(tmp_path, BudgetConfig()), tmp_path / "run")
+    assert told[0] == "4/8 steps, validating"
+    assert told[-1] == "8/8 steps, calibrating"
 
 
 def test_the_others_of_several_ranks_are_quiet(log, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import uuid
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -83,7 +83,7 @@ class RayPool(Pool):
                 f"{self.name} did not answer within {CONNECT_S} s; is this machine one of its nodes? "
                 "make it one by `ray start --address=HOST:PORT`"
             ) from None
-        except (RuntimeError, EOFError) as error:
+        except (RuntimeError, EOFError, BrokenPipeError) as error:
             raise UserError(
                 f"{self.name} cannot be joined ({str(error)[:300] or ENDED}); start one by `ray start --head`, "
                 "or name its address: --on ray:HOST:PORT"
@@ -101,7 +101,7 @@ class RayPool(Pool):
         except (RuntimeError, TimeoutError, EOFError, BrokenPipeError) as error:
             self._give_up(str(error) or ENDED)
 
-    def _give_up(self, fault: str) -> None:
+    def _give_up(self, fault: str) -> NoReturn:
         self.lost = True
         raise UserError(
             f"{self.name} no longer answers ({fault}); every saved step is intact; repeat the command to go on"
