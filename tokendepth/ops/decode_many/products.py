@@ -20,9 +20,11 @@ from tokendepth.ops.rows.kernel import ACTIVATIONS, _gelu, _gelu_tanh, _silu
 from tokendepth.ops.sparse_block import BlockWeights
 
 SLOTS = 16
-TILE = {"BLOCK_N": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+TILE = {"BLOCK_N": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 5}
 """BLOCK_K: numbers that a warp takes at once."""
-LONGEST = 1024
+HIDDEN = {"BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+"""Wider: each program takes the norm of all rows."""
+LONGEST = 2048
 """A sum over more numbers than that is cut into parts."""
 
 
@@ -224,7 +226,7 @@ def update(h: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, active: Tensor 
 
 def make_hidden(h: Tensor, active: Tensor | None, w: BlockWeights) -> Tensor:
     """`[slot, d_ff]`; rows that are not active are not written."""
-    (batch, d), ff, sizes = h.shape, w.down.shape[1], _sizes(h.shape[1], TILE)
+    (batch, d), ff, sizes = h.shape, w.down.shape[1], _sizes(h.shape[1], HIDDEN)
     hidden, block_d = h.new_empty(batch, ff), min(256, triton.next_power_of_2(d))
     _make_hidden[(triton.cdiv(ff, sizes["BLOCK_N"]),)](
         h, w.norm, w.norm if w.norm_bias is None else w.norm_bias, w.eps, w.up, h if w.up_bias is None else w.up_bias,
