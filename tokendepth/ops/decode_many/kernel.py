@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tokendepth.ops.decode_attention.kernel import attend, is_active
 from tokendepth.ops.decode_inputs import KeyWeights, Unwritten
+from tokendepth.ops.decode_many.products import SLOTS, make_hidden, project, update
 from tokendepth.ops.few_rows.kernel import fetch, flags_of, lines_of
 from tokendepth.ops.launch import check_kernel
 from tokendepth.ops.launch.kernel import after_previous, overlapped
@@ -157,12 +158,18 @@ def _block(
     new = Unwritten(KeyWeights(kv_heads, joined, key_bias, key_norm, key_eps), writes, among)
     rotation = None if cos is None or sin is None else (cos, sin)
     gate, state = None if gate is None else gate.contiguous(), h.view(len(h), -1)
+    cached = keys, values, seen, window
     with torch.cuda.device_of(h):
-        qkv, cached = torch.mm(x.reshape(state.shape), joined.t()), (keys, values, seen, window)
-        attended = attend(qkv, cached, columns, active, w, rotation, new)
-        normed = add(state, torch.mm(attended, w_out.t()), active, gate, w)
-        hidden = activate(torch.mm(normed, up.t()), active, gate, w)
-        state.addmm_(hidden, down.t())  # what is 0 changes nothing
+        if len(h) <= SLOTS:
+            attended = attend(project(x.reshape(state.shape), joined), cached, columns, active, w, rotation, new)
+            update(state, attended, w_out, out_bias, active, gate)
+            update(state, make_hidden(state, active, w), down, down_bias, active, gate)
+        else:
+            qkv = torch.mm(x.reshape(state.shape), joined.t())
+            attended = attend(qkv, cached, columns, active, w, rotation, new)
+            normed = add(state, torch.mm(attended, w_out.t()), active, gate, w)
+            hidden = activate(torch.mm(normed, up.t()), active, gate, w)
+            state.addmm_(hidden, down.t())  # what is 0 changes nothing
 
 
 def kernel(h, x, layer, columns, active, weights: BlockWeights, gate, rotation, new: Unwritten) -> Tensor:
