@@ -9,6 +9,7 @@ import torch
 from tests.tiny import tiny
 from tokendepth.bench import decode
 from tokendepth.bench.static_dense import StaticDense
+from tokendepth.cache import KVCache
 from tokendepth.cli.main import main
 from tokendepth.config import BudgetConfig, DenseConfig, ModelConfig, RunConfig, SpanConfig, TSAConfig
 from tokendepth.errors import UserError
@@ -69,6 +70,23 @@ def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="sparse differs from hard"):
         list(decode.measure("cpu", tmp_path, (0.5,)))
     assert not (tmp_path / "decode.json").exists()
+
+
+@torch.no_grad()
+def test_steps_after_a_padded_prompt_ask_nothing_of_the_device(monkeypatch):
+    """Where a graph is captured no number may be read from the device."""
+    model = build(RunConfig(model=replace(MODEL, context=20))).eval()
+    cache = KVCache(model.config, 2, 20, like=model.norm.weight, fixed=True)
+    decode._read(model, cache, torch.zeros(2, 20 - decode.STEPS, dtype=torch.long))  # padded to 16
+    steps = decode._Steps(model, cache, torch.zeros(decode.STEPS, 2, dtype=torch.long), [None] * decode.STEPS)
+
+    def asked(_):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(torch.Tensor, "__int__", asked)
+    with pytest.raises(AssertionError, match="asked"):
+        cache.needed(decode.STEPS + 1, None, 20)
+    assert len(steps("sparse")) == decode.STEPS
 
 
 @pytest.mark.parametrize("model", [MODEL, MODERN], ids=["classic", "modern"])
