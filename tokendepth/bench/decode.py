@@ -137,7 +137,7 @@ def measure_run(
     if device.type == "cuda" and not served.can_be_captured:
         raise UserError(
             f"{path} cannot be timed on a GPU, where a step is one graph: expected a method that decides "
-            "on the device, d_model and d_ff multiples of 64 and heads of 16 numbers or more; take --device cpu"
+            "on the device, d_model a multiple of 64, d_ff of 16, heads of 16 numbers or more; take --device cpu"
         )
     text, sizes = sequences(run, dataset, device, batches_asked)
     budgets = list(figures_of(run)) if run.evaluation else [None]

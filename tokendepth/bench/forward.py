@@ -163,7 +163,7 @@ def measure_run(
     if device.type == "cuda" and not served.can_be_captured:
         raise UserError(
             f"{path} cannot be timed on a GPU, where a pass is one graph: expected method dense, tsa or budget, "
-            "d_model and d_ff multiples of 64 and heads of 16 numbers or more; take --device cpu"
+            "d_model a multiple of 64, d_ff of 16, heads of 16 numbers or more; take --device cpu"
         )
     evaluated = figures_of(run)
     text, sizes = sequences(run, dataset, device, batches_asked)

@@ -23,8 +23,8 @@ __all__ = [
     "sparse_block",
 ]
 
-TILE = 64
-"""Widths that are not multiples of this gain nothing from kernels, so the library computes them."""
+TILE, HIDDEN_TILE = 64, 16
+"""Widths that are not multiples of this gain nothing from kernels, so the library computes them; hidden units."""
 SHORT = 256
 """In sequences up to this length a program finds its own rows without a list."""
 
@@ -120,7 +120,7 @@ def has_kernel(weights: BlockWeights | None) -> bool:
         return False
     q_out, d = weights.query.shape
     width = q_out // weights.heads
-    fits = d % TILE == q_out % TILE == weights.down.shape[1] % TILE == 0
+    fits = d % TILE == q_out % TILE == weights.down.shape[1] % HIDDEN_TILE == 0
     return fits and width >= NARROWEST_HEAD and width % 2 == 0
 
 
