@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tokendepth.config import DenseConfig, ITTConfig, ModelConfig, RunConfig, TSAConfig
-from tokendepth.infer import auto
+from tokendepth.infer import auto, profiles
 from tokendepth.methods import build
 from tokendepth.runs.files import write_sealed
 
@@ -69,10 +69,10 @@ def test_a_damaged_profile_is_measured_anew(monkeypatch, model, own_cache, text)
 )
 def test_a_sealed_profile_of_another_shape_is_measured_anew(own_cache, junk):
     own_cache.mkdir(exist_ok=True)
-    write_sealed(own_cache / "profile.json", {"version": auto.VERSION, "profiles": junk})
-    assert auto._kept(own_cache / "profile.json") == {}
-    write_sealed(own_cache / "profile.json", {"version": auto.VERSION})
-    assert auto._kept(own_cache / "profile.json") == {}
+    write_sealed(own_cache / "profile.json", {"version": profiles.VERSION, "profiles": junk})
+    assert profiles._kept(own_cache / "profile.json", auto.PROFILE) == {}
+    write_sealed(own_cache / "profile.json", {"version": profiles.VERSION})
+    assert profiles._kept(own_cache / "profile.json", auto.PROFILE) == {}
 
 
 def test_a_real_profile_has_a_time_for_every_fraction(model):
@@ -105,5 +105,5 @@ def test_a_compiled_model_has_a_profile_of_its_own(monkeypatch, model):
 
 def test_models_that_differ_in_a_knob_have_profiles_of_their_own():
     """What a method does by default is not what it does with more steps."""
-    shapes = [auto._shape(build(RunConfig(model=MODEL, method=ITTConfig(steps=steps)))) for steps in (2, 2, 8)]
+    shapes = [profiles._shape(build(RunConfig(model=MODEL, method=ITTConfig(steps=steps)))) for steps in (2, 2, 8)]
     assert shapes[0] == shapes[1] != shapes[2]

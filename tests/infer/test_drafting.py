@@ -1,6 +1,7 @@
 """The arithmetic of self-speculation: the rule that keeps the distribution, the formula, and when drafting stops."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from tokendepth.infer.drafting import (
     LONGEST_PAUSE,
     SHORTEST_PAUSE,
     TRIED,
+    Pace,
     Speculation,
     instead,
     keep_chance,
@@ -212,6 +214,27 @@ def test_drafting_comes_back_when_the_text_gets_easier():
     _, found = simulated(0.05, 300)
     lengths, _ = simulated(0.97, 600, found)
     assert np.mean(lengths[-200:]) > FIRST
+
+
+def test_drafting_goes_by_the_clock_where_that_is_known():
+    """Drafts that are always kept pay by the weights, but not where passes take much longer than those say."""
+    by_weights, _ = simulated(1.0, 50)
+    draft = 160 / 350
+    slow = Pace(1 / draft, ((1, 1.0), (LONGEST, LONGEST + 1)))  # as long as one plain step for each token
+    lengths, found = simulated(1.0, 50, Speculation(SITES, 40, slow))
+    assert min(by_weights) > 0
+    assert lengths[0] == FIRST
+    assert sum(lengths[1:]) <= 3 * TRIED
+    assert found.expected_speedup < 1
+    assert found.draft_cost == pytest.approx(draft), "what is told of costs is of the weights"
+
+
+def test_factors_between_those_that_were_measured_are_on_the_line_between_them():
+    pace = Pace(1.0, ((1, 2.0), (4, 5.0), (8, 5.5)))
+    assert [pace.verifying(length) for length in (0.5, 1, 2, 4, 6, 8, 9)] == [2.0, 2.0, 3.0, 5.0, 5.25, 5.5, 5.5]
+    found = Speculation(SITES, 40, replace(pace, draft=1.5))
+    found.record(1, work((1, 0, 0), (1, 0, 0)), work((1, 1, 1), (1, 1, 1), (1, 1, 1)))
+    assert found.expected_speedup == pytest.approx(1.75 / (2 * 1.5 * 160 / 350 + 3.0)), "acceptance 0.5"
 
 
 def test_no_more_is_drafted_than_there_is_room_for():

@@ -18,17 +18,18 @@ from tests.infer.test_engine import ASKS, ROUNDING, TOKENIZER, Ask, alone, as_ne
 from tests.test_contract import CASES, TIME, VOCABULARY, lively, tokens
 from tests.tiny import one_line, tiny
 from tokendepth.cli.main import main
-from tokendepth.config import BudgetConfig, DenseConfig, EarlyExitConfig, SpanConfig, method_name
+from tokendepth.config import BudgetConfig, DenseConfig, EarlyExitConfig, RunConfig, SpanConfig, method_name
 from tokendepth.data import CharTokenizer
+from tokendepth.infer import speculation
 from tokendepth.infer.capture import CapturedPass
-from tokendepth.infer.drafting import Speculation
+from tokendepth.infer.drafting import Pace, Speculation
 from tokendepth.infer.engine import Engine
 from tokendepth.infer.requests import on_host
 from tokendepth.infer.sampling import Sampler, Sampling, probabilities
 from tokendepth.infer.speculation import SpeculativeEngine, draft_thresholds, greedy_differences
 from tokendepth.measure.evaluate import load_model
 from tokendepth.measure.flops import count_flops
-from tokendepth.methods import METHODS
+from tokendepth.methods import METHODS, build
 from tokendepth.model import LanguageModel
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
@@ -426,6 +427,74 @@ def test_the_command_says_what_drafting_came_to(runs, capsys):
     with pytest.raises(SystemExit):
         main([*line, "--speculate", "much"])
     assert "--speculate is 'much'; expected auto, or a share of tokens such as 0.2" in capsys.readouterr().err
+
+
+# --- what passes take here --------------------------------------------------------------------------------------------
+
+
+def timed_as(monkeypatch, **milliseconds: float) -> list[int]:
+    """Passes run as they do, but take this long: `plain`, `draft`, and `verify` for each token; counts measurements."""
+    calls = []
+
+    def fake(passes, repeats, device):
+        calls.append(repeats)
+        for run in passes.values():
+            run()
+        known = {-1: milliseconds["plain"], 0: milliseconds["draft"]}
+        return {name: [known.get(name, milliseconds["verify"] * (name + 1))] * repeats for name in passes}
+
+    monkeypatch.setattr(speculation, "interleaved", fake)
+    return calls
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("case", ["span", "budget modern", "early_exit"])
+def test_the_pace_is_what_passes_take_beside_the_weights_that_they_read(case, fixed, monkeypatch, tmp_path):
+    monkeypatch.setenv("TOKENDEPTH_CACHE", str(tmp_path))
+    calls = timed_as(monkeypatch, plain=2.0, draft=1.0, verify=3.0)
+    engine = drafting_engine(lively(case), slots=2, fixed=fixed)
+    engine.take_pace()
+    assert as_new(engine)
+    lengths = [length for length, _ in engine.pace.verify]
+    assert lengths == [length for length in speculation.TIMED if length < TIME - 1]
+    request = GREEDY[0].submit(engine)
+    finish(engine)
+    check(request, alone(engine.model, GREEDY[0]))
+    assert request.speculation.pace is engine.pace
+    again = drafting_engine(lively(case), slots=2, fixed=fixed)
+    again.take_pace()
+    assert again.pace == engine.pace
+    assert len(calls) == 1, "remembered"
+    drafting_engine(lively(case), slots=1, fixed=fixed).take_pace()
+    assert len(calls) == 2, "another engine"
+    (tmp_path / "drafting.json").write_text("{")
+    again.take_pace()
+    assert len(calls) == 3, "damaged"
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_pace_by_hand(skips, monkeypatch, tmp_path):
+    """All tokens take the span, or none, so verifying reads what a plain step does; drafts skip it."""
+    monkeypatch.setenv("TOKENDEPTH_CACHE", str(tmp_path))
+    timed_as(monkeypatch, plain=2.0, draft=1.0, verify=3.0)
+    model = lively("span")
+    model.method.set_thresholds([math.inf if skips else -math.inf])
+    engine = drafting_engine(model, slots=1)
+    engine.take_pace()
+    sites, head = model.method.sites(keys=0), model.head_flops
+    read = [head + sum(site.always + site.router + site.active * active(site) for site in sites)
+            for active in (lambda site: not site.routed, lambda site: True)]  # fmt: skip
+    assert engine.pace.draft == pytest.approx(0.5 if skips else 0.5 * read[1] / read[0])
+    assert list(engine.pace.verify) == [(length, pytest.approx(1.5 * (length + 1))) for length, _ in engine.pace.verify]
+
+
+def test_a_context_without_room_for_drafts_needs_no_clock(monkeypatch, tmp_path):
+    monkeypatch.setenv("TOKENDEPTH_CACHE", str(tmp_path))
+    calls = timed_as(monkeypatch, plain=2.0, draft=1.0, verify=3.0)
+    model = build(RunConfig(model=replace(lively("budget").config, context=2), method=CASES["budget"])).eval()
+    engine = drafting_engine(model, slots=1)
+    engine.take_pace()
+    assert (engine.pace, calls) == (Pace(), [])
 
 
 def test_tokens_that_only_pad_the_models_vocabulary_are_never_drafted():

@@ -111,6 +111,7 @@ def speculative_timing(
     draft = draft_thresholds(model, run, share, budget=budget, show=True)
     model = model if dtype is None else model.to(dtype)
     plain, drafting = (Engine(model, tokenizer, slots=1), SpeculativeEngine(model, tokenizer, draft, slots=1))
+    drafting.take_pace(show=True)
     ids = [(tokenizer.encode_prompt(each) if isinstance(each, str) else each) or [0] for each in prompts]
 
     def written(engine: Engine) -> list[Request]:
@@ -131,6 +132,7 @@ def speculative_timing(
                     rates[name].append(rate)
             progress.advance()
         clocked = _Clocked(model, tokenizer, draft, slots=1)
+        clocked.pace = drafting.pace
         requests = written(clocked)
     step_ms = 1000 / statistics.median(rates["plain"])
     ratios = [a / b for a, b in zip(rates["speculation"], rates["plain"], strict=True)]

@@ -4,34 +4,26 @@ Skipping pays once enough tokens are skipped; how many depends on the machine an
 time a shape is met on a machine (a second or so), and the profile is kept in the cache folder.
 """
 
-import dataclasses
-import json
 import statistics
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tokendepth import __version__
-from tokendepth.data.store import cache_folder
-from tokendepth.errors import UserError
+from tokendepth.infer import profiles
 from tokendepth.measure.clock import captured, interleaved
 from tokendepth.model import LanguageModel
 from tokendepth.ops.launch import LOW_PRECISION
-from tokendepth.runs.files import read_sealed, write_sealed
-from tokendepth.runs.machine import describe_device
-from tokendepth.runs.shapes import COUNT, POSITIVE, Kind, Object, is_number, problem
+from tokendepth.runs.shapes import POSITIVE, Kind, Object, is_number
 from tokendepth.trace import Execution
 
 FRACTIONS = (0.1, 0.4, 0.7, 1.0)
 REPEATS = 5
-VERSION = 2  # of the file of profiles; 1 had no seal
 TIMES = Kind(
     "a time for each fraction",
     lambda value: isinstance(value, list) and len(value) == len(FRACTIONS) and all(map(is_number, value)),
 )
 PROFILE = Object(needed={"hard_ms": POSITIVE, "sparse_ms": TIMES})
-PROFILES = Object(needed={"version": COUNT, "profiles": Object(other=PROFILE)})
 
 
 @dataclass(frozen=True)
@@ -70,29 +62,10 @@ def _interpolated(times: list[float], at: float) -> float:
 
 
 def _profile(model: LanguageModel, batch: int, time_steps: int, remembered: bool) -> dict[str, Any]:
-    path = cache_folder() / "profile.json"
-    key = json.dumps([describe_device(model.norm.weight.device), torch.__version__, _shape(model), batch, time_steps])
-    kept = _kept(path)
-    if key not in kept or not remembered:
-        kept = {**kept, key: _measured(model, batch, time_steps)}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_sealed(path, {"version": VERSION, "profiles": kept})
-    return kept[key]
+    def measure() -> dict[str, Any]:
+        return _measured(model, batch, time_steps)
 
-
-def _kept(path) -> dict[str, Any]:
-    """The stored profiles; none if the file is missing or damaged: they are then measured again."""
-    try:
-        tree, is_sealed = read_sealed(path, VERSION)
-    except UserError:
-        return {}
-    return tree["profiles"] if is_sealed and not problem(tree, PROFILES) else {}
-
-
-def _shape(model: LanguageModel) -> list:
-    form = [type(model).__name__, str(model.norm.weight.dtype)]  # a compiled model has a type of its own
-    knobs = dataclasses.asdict(model.method.config)  # pyright: ignore[reportArgumentType] - each is a dataclass
-    return [__version__, *form, type(model.method).__name__, knobs, *dataclasses.astuple(model.config)]
+    return profiles.remembered("profile.json", model, [batch, time_steps], measure, PROFILE, again=not remembered)
 
 
 @torch.no_grad()

@@ -6,13 +6,14 @@ of a plain step:
 
     speedup = (1 - a^(d+1)) / (1 - a) / (d c + v)
 
-What counts as cost is the weights that a pass reads, since reading them takes the time at batch 1, routers, keys,
-values and head included. It is computed from the trace, not from a clock, so that a seed gives the same text on every
-machine. Where every token takes every block, v is 1: one pass reads every weight once. Where blocks are skipped, d + 1
-tokens together need more of them than one.
+Cost is, first, the weights that a pass reads, routers, keys, values and head included: they are known from the trace.
+Where every token takes every block, v is 1: one pass reads every weight once. Where blocks are skipped, d + 1 tokens
+together need more of them than one. How much longer such passes take than their weights say depends on the machine: a
+`Pace`, which is measured once, so that drafting stops where it does not pay by the clock.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -41,11 +42,27 @@ def speedup(acceptance: float, length: float, draft_cost: float, verify_cost: fl
     return powers / (length * draft_cost + verify_cost)
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How much longer passes take on a machine, as multiples of a plain step, than the weights that they read say."""
+
+    draft: float = 1.0
+    verify: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    """Drafted tokens that are verified, in rising order, and the factor of each."""
+
+    def verifying(self, length: float) -> float:
+        """Linear between what is known, flat beyond it."""
+        lengths, factors = zip(*self.verify, strict=True)
+        return float(np.interp(length, lengths, factors))
+
+
 class Speculation:
     """What drafting has come to in one request, and how many tokens to draft next."""
 
-    def __init__(self, sites: Sequence[Site], outside: float) -> None:
-        """sites: for no keys, so that their FLOPs count weights alone; outside: those of the head."""
+    def __init__(self, sites: Sequence[Site], outside: float, pace: Pace | None = None) -> None:
+        """sites: for no keys, so that their FLOPs count weights alone; outside: those of the head; pace: by default,
+        costs are the weights."""
+        self.pace = pace or Pace()
         self.drafted = self.accepted = self.judged = self.passes = 0
         """Tokens: drafted; kept; kept or the first of their draft to be rejected. Passes that verified a draft."""
         self._fixed = outside + sum(site.always + site.router + site.active * (not site.routed) for site in sites)
@@ -69,27 +86,28 @@ class Speculation:
     @property
     def draft_cost(self) -> float:
         """Weights that drafting a token reads, as a multiple of those of a plain step."""
-        return self._weights(self._draft_work / max(1, self.drafted)) / self._weights(self._mean_work)
+        return self.weights(self._draft_work / max(1, self.drafted)) / self.weights(self._mean_work)
 
     def verify_cost(self, length: float) -> float:
         """The same of verifying `length` tokens and one more, if tokens skip independently of each other."""
-        return self._weights(1 - (1 - self._mean_work) ** (length + 1)) / self._weights(self._mean_work)
+        return self.weights(1 - (1 - self._mean_work) ** (length + 1)) / self.weights(self._mean_work)
 
     @property
     def expected_speedup(self) -> float:
         """Of the drafts so far over plain decoding, by the formula above, at the acceptance and costs so far."""
-        return speedup(self.acceptance, self.length, self.draft_cost, self.verify_cost(self.length))
+        return self._pays(self.acceptance, self.length)
 
     def summary(self) -> str:
         if not self.passes:
             return "nothing was drafted"
         return (
             f"{self.drafted} tokens drafted, {self.accepted} kept in {self.passes} passes: acceptance "
-            f"{self.acceptance:.3f}, draft cost {self.draft_cost:.3f}, {self.expected_speedup:.2f} times as fast by "
-            "weights read"
+            f"{self.acceptance:.3f}, draft cost {self.draft_cost:.3f}, {self.expected_speedup:.2f} times as fast as "
+            "without drafts"
         )
 
-    def _weights(self, work: np.ndarray) -> float:
+    def weights(self, work: np.ndarray) -> float:
+        """That a pass reads, times two; work: `[site]`, the share of it that is worked on."""
         return self._fixed + float(self._routed @ work)
 
     @property
@@ -119,8 +137,12 @@ class Speculation:
         self._recent = GUESS_WEIGHT * accepted / judged, GUESS_WEIGHT  # so that the next trial counts
         return 0
 
-    def _pays(self, acceptance: float, length: int) -> float:
-        return speedup(acceptance, length, self.draft_cost, self.verify_cost(length))
+    def _pays(self, acceptance: float, length: float) -> float:
+        """The speedup of drafts of `length` tokens here; 0 tokens are a plain step."""
+        if not length:
+            return 1.0
+        verify = self.pace.verifying(length) * self.verify_cost(length)
+        return speedup(acceptance, length, self.pace.draft * self.draft_cost, verify)
 
     def record(self, accepted: int, draft_work: np.ndarray, full_work: np.ndarray) -> None:
         """A draft, of which `accepted` tokens were kept: work `[site, drafted]`, and `[site, drafted + 1]` verified."""

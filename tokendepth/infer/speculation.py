@@ -11,9 +11,10 @@ same tokens for the same seed. `drafting.py` has the rules and the arithmetic, d
 
 import copy
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,14 +26,34 @@ from tokendepth.config import method_name
 from tokendepth.data import Tokenizer
 from tokendepth.errors import UserError
 from tokendepth.infer.capture import CapturedPass
-from tokendepth.infer.drafting import LONGEST, Speculation, verdict
+from tokendepth.infer.drafting import LONGEST, Pace, Speculation, verdict
 from tokendepth.infer.engine import Engine, decode_one, prefill
+from tokendepth.infer.profiles import remembered
 from tokendepth.infer.requests import Found, Request, columns_of, on_host
 from tokendepth.infer.sampling import Sampler, Sampling, pick, with_logprobs
 from tokendepth.measure import calibrate
+from tokendepth.measure.clock import interleaved
 from tokendepth.model import LanguageModel, Output
+from tokendepth.progress import Progress
 from tokendepth.runs.run import Run
+from tokendepth.runs.shapes import POSITIVE, Kind, Object, is_number
 from tokendepth.trace import DepthTrace, Execution
+
+Result = TypeVar("Result")
+
+PROMPT, TIMED, REPEATS = 64, (1, 4, LONGEST), 5
+"""Of timing passes: tokens that are read first, drafted tokens that are verified, and how often."""
+DRAFT, PLAIN = 0, -1
+"""The names of other passes than those that verify so many tokens."""
+FACTORS = Kind(
+    "lengths and factors",
+    lambda value: (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair)) for pair in value)
+    ),
+)
+PACE = Object(needed={"draft": POSITIVE, "verify": FACTORS})
 
 
 class _Draft:
@@ -56,11 +77,69 @@ class SpeculativeEngine(Engine):
         self._sites = model.method.sites(keys=0)
         self._width = min(self.cache.capacity, LONGEST + 1)
         self._captured_verifying = CapturedPass(self._verify_all, self.cache, self._width) if self._captures else None
+        self.pace = Pace()
+        """What costs are multiplied by; `take_pace` sets that of this machine."""
 
     def prepare(self, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any) -> Request:
         request = super().prepare(prompt, sampling, **options)
-        request.speculation = Speculation(self._sites, self.model.head_flops)
+        request.speculation = Speculation(self._sites, self.model.head_flops, self.pace)
         return request
+
+    # -- what passes take here
+
+    def take_pace(self, *, show: bool = False) -> None:
+        """Let requests go by what passes take on this machine: measured at the first time, then remembered."""
+        key = [len(self._slots), self.fixed, self.execution, self._draft_thresholds.flatten().tolist()]
+        with Progress("timing drafts, once for this model and machine", show=show):
+            found = remembered("drafting.json", self.model, key, self._measured_pace, PACE)
+        self.pace = Pace(found["draft"], tuple((int(length), factor) for length, factor in found["verify"]))
+
+    @torch.no_grad()
+    def _measured_pace(self) -> dict[str, Any]:
+        """Of passes over the same text, which are set back after each; an engine that is idle stays so."""
+        assert self.idle
+        room = self.cache.capacity - 1
+        lengths = [length for length in TIMED if length < room]
+        if not lengths:
+            return {"draft": 1.0, "verify": [[1, 1.0]]}
+        prompt = torch.randint(
+            self._vocabulary, (min(PROMPT, room - lengths[-1]),), generator=torch.Generator().manual_seed(0)
+        )
+        request = self.submit(prompt.tolist(), Sampling(0.0), max_tokens=room + 1, stop_ids=())
+        request.stop_ids = frozenset()
+        self.step()
+        drafts = [_Draft(self._slots.index(request), request, 1)]
+        tokens = torch.zeros(1, LONGEST + 1, dtype=torch.long, device=self.cache.lengths.device)
+
+        def set_back(function: Callable[[], Result]) -> Callable[[], Result]:
+            def once() -> Result:
+                drafts[0].rows.clear()
+                found = function()
+                self._rewind(drafts, [0])
+                return found
+
+            return once
+
+        def verify(length: int) -> tuple[Output, list[int]]:
+            return self._verified([_Draft(drafts[0].slot, request, length)], tokens[:, : length + 1])
+
+        passes: dict[int, Callable[[], Any]] = {
+            length: set_back(lambda length=length: verify(length)) for length in lengths
+        }
+        passes[DRAFT] = set_back(lambda: self._drafted(drafts))
+        passes[PLAIN] = set_back(lambda: super(SpeculativeEngine, self)._decode([drafts[0].slot]))
+        try:
+            (drafting,) = passes[DRAFT]()[1]
+            out, (row,) = passes[lengths[-1]]()
+            work = _work([columns_of(on_host(out.trace), row, place, place + 1) for place in range(lengths[-1] + 1)])
+            spent = interleaved(passes, REPEATS, self.cache.lengths.device)
+        finally:
+            self.cancel(request)
+        read = {length: work[:, : length + 1].max(1) for length in lengths}
+        read |= {DRAFT: _work([columns_of(on_host(drafting), row, 0, 1)])[:, 0], PLAIN: work[:, 0]}
+        weights = Speculation(self._sites, self.model.head_flops).weights
+        pace = {name: statistics.median(times) / weights(read[name]) for name, times in spent.items()}
+        return {"draft": pace[DRAFT] / pace[PLAIN], "verify": [[n, pace[n] / pace[PLAIN]] for n in lengths]}
 
     def _decode(self, slots: list[int]) -> list[Found]:
         requests = [self._at(slot) for slot in slots]
@@ -196,7 +275,9 @@ def engine_for(
     if execution != "sparse":
         raise UserError(f"--speculate drafts by skipping, but execution is {execution!r}; expected sparse")
     draft = draft_thresholds(model, run, None if speculate is True else speculate, budget=budget, show=True)
-    return SpeculativeEngine(model, tokenizer, draft, slots=slots)
+    engine = SpeculativeEngine(model, tokenizer, draft, slots=slots)
+    engine.take_pace(show=True)
+    return engine
 
 
 # --- what a draft is --------------------------------------------------------------------------------------------------

@@ -1,0 +1,57 @@
+"""What was measured once on this machine and is remembered in the cache folder."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tokendepth import __version__
+from tokendepth.data.store import cache_folder
+from tokendepth.errors import UserError
+from tokendepth.model import LanguageModel
+from tokendepth.runs.files import read_sealed, write_sealed
+from tokendepth.runs.machine import describe_device
+from tokendepth.runs.shapes import COUNT, Object, problem
+
+VERSION = 2  # of a file of profiles; 1 had no seal
+
+
+def remembered(
+    file: str,
+    model: LanguageModel,
+    key: list[Any],
+    measure: Callable[[], dict[str, Any]],
+    kind: Object,
+    *,
+    again: bool = False,
+) -> dict[str, Any]:
+    """What `measure` says, measured once for this device, this version of torch, this shape of model and `key`.
+
+    kind: what a profile looks like. A damaged file is measured again.
+    """
+    path = cache_folder() / file
+    name = json.dumps([describe_device(model.norm.weight.device), torch.__version__, _shape(model), *key])
+    kept = _kept(path, kind)
+    if name not in kept or again:
+        kept = {**kept, name: measure()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_sealed(path, {"version": VERSION, "profiles": kept})
+    return kept[name]
+
+
+def _kept(path, kind: Object) -> dict[str, Any]:
+    """The stored profiles; none if the file is missing or damaged."""
+    try:
+        tree, is_sealed = read_sealed(path, VERSION)
+    except UserError:
+        return {}
+    profiles = Object(needed={"version": COUNT, "profiles": Object(other=kind)})
+    return tree["profiles"] if is_sealed and not problem(tree, profiles) else {}
+
+
+def _shape(model: LanguageModel) -> list:
+    form = [type(model).__name__, str(model.norm.weight.dtype)]  # a compiled model has a type of its own
+    knobs = dataclasses.asdict(model.method.config)  # pyright: ignore[reportArgumentType] - each is a dataclass
+    return [__version__, *form, type(model.method).__name__, knobs, *dataclasses.astuple(model.config)]
