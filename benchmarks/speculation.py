@@ -9,8 +9,8 @@ SPEEDUP_TARGET = 1.4
 FORMULA_TARGET = 0.9
 """Of the speedup that the formula has for the passes as they were timed."""
 TITLES = ["device", "model", "dtype", "texts x tokens", "plain, tokens/s", "speculating, tokens/s", "speedup",
-          "acceptance", "tokens a draft", "formula by time", f"of the formula, wanted {FORMULA_TARGET:g}",
-          f"speedup, wanted {SPEEDUP_TARGET:g}x", "tokens that differ / unexplained"]  # fmt: skip
+          "costs of drafts by", "acceptance", "tokens a draft", "formula by time",
+          f"of the formula, wanted {FORMULA_TARGET:g}", f"speedup, wanted {SPEEDUP_TARGET:g}x", "tokens that differ / unexplained"]  # fmt: skip
 
 
 def table(rows: list[Row]) -> str:
@@ -32,7 +32,8 @@ def _line(row: Row) -> list[str]:
     plain, drafting = (f"{row[name][0]:.1f}" for name in ("plain_tokens_per_s", "speculation_tokens_per_s"))
     speedup = "{:.2f}x ({:.2f} to {:.2f})".format(*row["speedup"])
     written = f"{row['prompts']} x {row['tokens'] // row['prompts']}"
-    cells = [row["device"], _model(row), row["dtype"], written, plain, drafting, speedup]
+    costs = "the clock" if row.get("pace") else "weights"  # which drafting went by before it was timed
+    cells = [row["device"], _model(row), row["dtype"], written, plain, drafting, speedup, costs]
     if row["drafted"]:
         share = row["speedup"][0] / row["formula_by_time"]
         cells += [f"{row['acceptance']:.3f}", f"{row['draft_length']:.1f}", f"{row['formula_by_time']:.2f}x"]

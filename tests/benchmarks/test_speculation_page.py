@@ -20,7 +20,7 @@ def row(**changes) -> dict:
     }
     times = {"plain_tokens_per_s": [500.0, 490.0, 510.0], "speculation_tokens_per_s": [750.04, 740.0, 760.0]}
     times |= {"speedup": [1.5, 1.45, 1.55], "acceptance": 0.9123, "draft_length": 5.25, "formula_by_time": 1.6}
-    return {**facts, **times, "tokens_that_differ": 3, "unexplained": 1, **changes}
+    return {**facts, **times, "tokens_that_differ": 3, "unexplained": 1, "pace": {"draft": 1.1}, **changes}
 
 
 def lines(text: str) -> list[list[str]]:
@@ -30,8 +30,8 @@ def lines(text: str) -> list[list[str]]:
 def test_a_row_is_a_line():
     text = table([row()])
     assert lines(text) == [[
-        "NVIDIA H200", "span70", "bfloat16", "8 x 128", "500.0", "750.0", "1.50x (1.45 to 1.55)", "0.912", "5.2",
-        "1.60x", "0.94: reached", "reached", "3 of 1024 / 1",
+        "NVIDIA H200", "span70", "bfloat16", "8 x 128", "500.0", "750.0", "1.50x (1.45 to 1.55)", "the clock",
+        "0.912", "5.2", "1.60x", "0.94: reached", "reached", "3 of 1024 / 1",
     ]]  # fmt: skip
     assert text.endswith("\n\ntorch 2.11, commit abc.\n")
 
@@ -47,8 +47,14 @@ def test_a_row_is_a_line():
 def test_what_is_wanted_is_judged_by_rule(changes, of_formula, speed):
     (line,) = lines(table([row(**changes)]))
     assert len(line) == len(TITLES)
-    assert line[10:12] == [of_formula, speed]
-    assert (line[7] == "nothing was drafted") == (changes.get("drafted") == 0)
+    assert line[11:13] == [of_formula, speed]
+    assert (line[8] == "nothing was drafted") == (changes.get("drafted") == 0)
+
+
+def test_a_row_from_before_drafts_were_timed_says_so():
+    old = row()
+    del old["pace"]
+    assert [line[7] for line in lines(table([row(), old]))] == ["the clock", "weights"]
 
 
 def test_gpus_come_first_and_what_was_asked_for_is_named():

@@ -6,6 +6,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,7 +142,7 @@ def speculative_timing(
     return {
         "benchmark": "speculation", "run": run.path.name, "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
         "prompts": len(prompts), "tokens": sum(len(request.tokens) for request in requests),
-        "budget": budget, "share": share, "temperature": temperature, "repeats": repeats,
+        "budget": budget, "share": share, "temperature": temperature, "repeats": repeats, "pace": asdict(drafting.pace),
         "plain_tokens_per_s": _spread(rates["plain"]), "speculation_tokens_per_s": _spread(rates["speculation"]),
         "speedup": _spread(ratios), **_expected(requests, clocked, step_ms),
         "tokens_that_differ": len(differences), "unexplained": sum(not each.explained for each in differences),
