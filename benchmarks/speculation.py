@@ -10,7 +10,8 @@ FORMULA_TARGET = 0.9
 """Of the speedup that the formula has for the passes as they were timed."""
 TITLES = ["device", "model", "dtype", "texts x tokens", "plain, tokens/s", "speculating, tokens/s", "speedup",
           "costs of drafts by", "acceptance", "tokens a draft", "formula by time",
-          f"of the formula, wanted {FORMULA_TARGET:g}", f"speedup, wanted {SPEEDUP_TARGET:g}x", "tokens that differ / unexplained"]  # fmt: skip
+          f"of the formula, wanted {FORMULA_TARGET:g}", f"speedup, wanted {SPEEDUP_TARGET:g}x",
+          "tokens that differ / unexplained"]  # fmt: skip
 
 
 def table(rows: list[Row]) -> str:
