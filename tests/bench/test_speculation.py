@@ -12,10 +12,19 @@ from tokendepth.bench.speculation import in_words, passages, speculative_timing
 from tokendepth.cli.main import main
 from tokendepth.config import BudgetConfig, DenseConfig, EarlyExitConfig
 from tokendepth.data.of_run import dataset_of, tokenizer_of
-from tokendepth.infer.drafting import speedup
+from tokendepth.infer.drafting import Pace, speedup
+from tokendepth.infer.speculation import SpeculativeEngine
 from tokendepth.runs.results import read_rows
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
+
+
+@pytest.fixture(autouse=True)
+def _drafts(monkeypatch):
+    """By weights: models as small as these would not draft by the clock."""
+    monkeypatch.setattr(
+        SpeculativeEngine, "take_pace", lambda self, show: setattr(self, "pace", Pace(1.0, ((1, 1.25),)))
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
@@ -34,6 +43,7 @@ def test_what_is_told_of_speculation(tmp_path, temperature):
     assert row["formula_by_time"] == pytest.approx(speedup(row["acceptance"], row["draft_length"], *costs))
     assert row["tokens_that_differ"] == row["unexplained"] == 0
     assert {"device", "torch", "commit"} <= set(row)
+    assert row["pace"] == {"draft": 1.0, "verify": ((1, 1.25),), "expected": None}
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -229,6 +229,19 @@ def test_drafting_goes_by_the_clock_where_that_is_known():
     assert found.draft_cost == pytest.approx(draft), "what is told of costs is of the weights"
 
 
+def test_the_first_draft_goes_by_what_is_known():
+    """At first 0.8 of the drafted tokens are expected to be kept."""
+    assert simulated(1.0, 1, Speculation(SITES, 40, Pace(expected=0.1)))[0] == [6], (
+        "2.47, where 5 and 7 have 2.46, 2.45"
+    )
+    assert simulated(1.0, 1, Speculation(SITES, 40, Pace(expected=0.5)))[0] == [2], (
+        "1.22, where 1 and 3 have 1.20, 1.18"
+    )
+    lengths, _ = simulated(1.0, SHORTEST_PAUSE + 2, Speculation(SITES, 40, Pace(1.0, ((1, 1.8),), 0.5)))
+    assert lengths[:-1] == [*[0] * SHORTEST_PAUSE, TRIED], "tried in spite of it"
+    assert lengths[-1] > 0, "and found to pay"
+
+
 def test_factors_between_those_that_were_measured_are_on_the_line_between_them():
     pace = Pace(1.0, ((1, 2.0), (4, 5.0), (8, 5.5)))
     assert [pace.verifying(length) for length in (0.5, 1, 2, 4, 6, 8, 9)] == [2.0, 2.0, 3.0, 5.0, 5.25, 5.5, 5.5]

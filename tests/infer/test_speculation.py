@@ -485,6 +485,7 @@ def test_the_pace_by_hand(skips, monkeypatch, tmp_path):
     read = [head + sum(site.always + site.router + site.active * active(site) for site in sites)
             for active in (lambda site: not site.routed, lambda site: True)]  # fmt: skip
     assert engine.pace.draft == pytest.approx(0.5 if skips else 0.5 * read[1] / read[0])
+    assert engine.pace.expected == pytest.approx(1.0 if skips else read[0] / read[1])
     assert list(engine.pace.verify) == [(length, pytest.approx(1.5 * (length + 1))) for length, _ in engine.pace.verify]
 
 
@@ -494,7 +495,7 @@ def test_a_context_without_room_for_drafts_needs_no_clock(monkeypatch, tmp_path)
     model = build(RunConfig(model=replace(lively("budget").config, context=2), method=CASES["budget"])).eval()
     engine = drafting_engine(model, slots=1)
     engine.take_pace()
-    assert (engine.pace, calls) == (Pace(), [])
+    assert (engine.pace, calls) == (Pace(expected=1.0), [])
 
 
 def test_tokens_that_only_pad_the_models_vocabulary_are_never_drafted():

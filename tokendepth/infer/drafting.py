@@ -23,7 +23,7 @@ from tokendepth.infer.sampling import Sampler, draw, probabilities
 from tokendepth.trace import Site
 
 FIRST, LONGEST = 4, 8
-"""Drafted tokens: of the first draft, and of any."""
+"""Drafted tokens: of the first draft where nothing is known of its cost, and of any."""
 FIRST_GUESS, GUESS_WEIGHT = 0.8, 2.0
 """The acceptance that is expected at first, and how many tokens that guess counts for."""
 REMEMBERED = 0.9
@@ -49,6 +49,8 @@ class Pace:
     draft: float = 1.0
     verify: tuple[tuple[int, float], ...] = ((1, 1.0),)
     """Drafted tokens that are verified, in rising order, and the factor of each."""
+    expected: float | None = None
+    """What a draft cost by weights where this was measured, which a request goes by until it has drafted itself."""
 
     def verifying(self, length: float) -> float:
         """Linear between what is known, flat beyond it."""
@@ -126,7 +128,7 @@ class Speculation:
         if self._trying:
             self._trying = False
             return min(TRIED, room)
-        if not self.passes:
+        if not self.passes and self.pace.expected is None:
             return min(FIRST, room)
         accepted, judged = self._recent
         best = max(range(LONGEST + 1), key=lambda length: self._pays(accepted / judged, length))
@@ -141,8 +143,10 @@ class Speculation:
         """The speedup of drafts of `length` tokens here; 0 tokens are a plain step."""
         if not length:
             return 1.0
-        verify = self.pace.verifying(length) * self.verify_cost(length)
-        return speedup(acceptance, length, self.pace.draft * self.draft_cost, verify)
+        draft, verify = self.draft_cost, self.verify_cost(length)
+        if not self.passes and self.pace.expected is not None:
+            draft, verify = self.pace.expected, 1.0
+        return speedup(acceptance, length, self.pace.draft * draft, self.pace.verifying(length) * verify)
 
     def record(self, accepted: int, draft_work: np.ndarray, full_work: np.ndarray) -> None:
         """A draft, of which `accepted` tokens were kept: work `[site, drafted]`, and `[site, drafted + 1]` verified."""

@@ -53,7 +53,7 @@ FACTORS = Kind(
         and all(isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair)) for pair in value)
     ),
 )
-PACE = Object(needed={"draft": POSITIVE, "verify": FACTORS})
+PACE = Object(needed={"draft": POSITIVE, "verify": FACTORS, "expected": POSITIVE})
 
 
 class _Draft:
@@ -92,7 +92,8 @@ class SpeculativeEngine(Engine):
         key = [len(self._slots), self.fixed, self.execution, self._draft_thresholds.flatten().tolist()]
         with Progress("timing drafts, once for this model and machine", show=show):
             found = remembered("drafting.json", self.model, key, self._measured_pace, PACE)
-        self.pace = Pace(found["draft"], tuple((int(length), factor) for length, factor in found["verify"]))
+        factors = tuple((int(length), factor) for length, factor in found["verify"])
+        self.pace = Pace(found["draft"], factors, found["expected"])
 
     @torch.no_grad()
     def _measured_pace(self) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class SpeculativeEngine(Engine):
         room = self.cache.capacity - 1
         lengths = [length for length in TIMED if length < room]
         if not lengths:
-            return {"draft": 1.0, "verify": [[1, 1.0]]}
+            return {"draft": 1.0, "verify": [[1, 1.0]], "expected": 1.0}
         prompt = torch.randint(
             self._vocabulary, (min(PROMPT, room - lengths[-1]),), generator=torch.Generator().manual_seed(0)
         )
@@ -137,9 +138,10 @@ class SpeculativeEngine(Engine):
             self.cancel(request)
         read = {length: work[:, : length + 1].max(1) for length in lengths}
         read |= {DRAFT: _work([columns_of(on_host(drafting), row, 0, 1)])[:, 0], PLAIN: work[:, 0]}
-        weights = Speculation(self._sites, self.model.head_flops).weights
-        pace = {name: statistics.median(times) / weights(read[name]) for name, times in spent.items()}
-        return {"draft": pace[DRAFT] / pace[PLAIN], "verify": [[n, pace[n] / pace[PLAIN]] for n in lengths]}
+        weights = {name: Speculation(self._sites, self.model.head_flops).weights(work) for name, work in read.items()}
+        pace = {name: statistics.median(times) / weights[name] for name, times in spent.items()}
+        factors = [[length, pace[length] / pace[PLAIN]] for length in lengths]
+        return {"draft": pace[DRAFT] / pace[PLAIN], "verify": factors, "expected": weights[DRAFT] / weights[PLAIN]}
 
     def _decode(self, slots: list[int]) -> list[Found]:
         requests = [self._at(slot) for slot in slots]
