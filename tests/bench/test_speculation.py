@@ -43,7 +43,7 @@ def test_what_is_told_of_speculation(tmp_path, temperature):
     assert row["formula_by_time"] == pytest.approx(speedup(row["acceptance"], row["draft_length"], *costs))
     assert row["tokens_that_differ"] == row["unexplained"] == 0
     assert {"device", "torch", "commit"} <= set(row)
-    assert row["pace"] == {"draft": 1.0, "verify": ((1, 1.25),), "expected": None}
+    assert row["pace"] == {"draft": 1.0, "verify": ((1, 1.25),), "works": None}
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

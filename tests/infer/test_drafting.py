@@ -231,13 +231,14 @@ def test_drafting_goes_by_the_clock_where_that_is_known():
 
 def test_the_first_draft_goes_by_what_is_known():
     """At first 0.8 of the drafted tokens are expected to be kept."""
-    assert simulated(1.0, 1, Speculation(SITES, 40, Pace(expected=0.1)))[0] == [6], (
-        "2.47, where 5 and 7 have 2.46, 2.45"
+    cheap, full = (Site("a", True, 0, 80), Site("b", True, 0, 10)), ((0.0, 0.0), (1.0, 1.0))
+    first = [Speculation(cheap, outside, Pace(works=full)).next_length(100) for outside in (10, 90)]
+    assert first == [6, 2], "costs of 0.1: 2.47, where 5 and 7 have 2.46, 2.45; of 0.5: 1.22, where 1 and 3 have less"
+    half = Speculation(cheap, 10, Pace(works=((0.0, 0.0), (0.5, 0.5))))
+    assert half.verify_cost(1) == pytest.approx((10 + 0.75 * 90) / (10 + 0.5 * 90)), "where the full model skips"
+    lengths, _ = simulated(
+        1.0, SHORTEST_PAUSE + 2, Speculation(SITES, 40, Pace(1.0, ((1, 1.8),), ((1, 0, 0), (1, 1, 1))))
     )
-    assert simulated(1.0, 1, Speculation(SITES, 40, Pace(expected=0.5)))[0] == [2], (
-        "1.22, where 1 and 3 have 1.20, 1.18"
-    )
-    lengths, _ = simulated(1.0, SHORTEST_PAUSE + 2, Speculation(SITES, 40, Pace(1.0, ((1, 1.8),), 0.5)))
     assert lengths[:-1] == [*[0] * SHORTEST_PAUSE, TRIED], "tried in spite of it"
     assert lengths[-1] > 0, "and found to pay"
 

@@ -9,6 +9,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -440,8 +441,8 @@ def timed_as(monkeypatch, **milliseconds: float) -> list[int]:
         calls.append(repeats)
         for run in passes.values():
             run()
-        known = {-1: milliseconds["plain"], 0: milliseconds["draft"]}
-        return {name: [known.get(name, milliseconds["verify"] * (name + 1))] * repeats for name in passes}
+        verify = {str(length): milliseconds["verify"] * (length + 1) for length in speculation.TIMED}
+        return {name: [(milliseconds | verify)[name]] * repeats for name in passes}
 
     monkeypatch.setattr(speculation, "interleaved", fake)
     return calls
@@ -466,10 +467,59 @@ def test_the_pace_is_what_passes_take_beside_the_weights_that_they_read(case, fi
     assert again.pace == engine.pace
     assert len(calls) == 1, "remembered"
     drafting_engine(lively(case), slots=1, fixed=fixed).take_pace()
-    assert len(calls) == 2, "another engine"
+    assert len(calls) == 1 + fixed, "where all slots are computed at every step, their number counts"
     (tmp_path / "drafting.json").write_text("{")
     again.take_pace()
-    assert len(calls) == 3, "damaged"
+    assert len(calls) == 2 + fixed, "damaged"
+    if case != "early_exit":  # whose threshold is of the config
+        again.model.method.set_thresholds([threshold + 1 for threshold in again.model.method.thresholds])
+        again.take_pace()
+        assert len(calls) == 3 + fixed, "another budget"
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("case", ["span", "budget", "budget modern", "early_exit"])
+def test_where_time_is_what_is_read_all_factors_are_one(case, fixed, monkeypatch):
+    """Each step is weighed by the work that it did, not by that of another one."""
+    engine = drafting_engine(lively(case), slots=2, fixed=fixed)
+    weights, seen, real = Speculation(engine._sites, engine.model.head_flops).weights, [], engine._verified
+
+    def spy(drafts, tokens):
+        out, rows = real(drafts, tokens)
+        seen.append(out.trace.work[:, rows[0], : tokens.shape[1]].amax(1).numpy())
+        return out, rows
+
+    def fake(steps, repeats, device):
+        works = {}
+        for name, run in steps.items():
+            found = run()
+            if name == "plain":
+                works[name] = found[0].trace.work[:, 0, 0]
+            elif name == "draft":
+                works[name] = found[1][0].work[:, engine._computed([0])[1][0], 0].numpy()
+            else:
+                works[name] = seen[-1]
+        return {name: [weights(work)] for name, work in works.items()}
+
+    monkeypatch.setattr(engine, "_verified", spy)
+    monkeypatch.setattr(speculation, "interleaved", fake)
+    found = engine._measured_pace()
+    assert [found["draft"], *(factor for _, factor in found["verify"])] == pytest.approx(
+        [1.0] * (1 + len(found["verify"]))
+    )
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_a_line_and_no_text(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TOKENDEPTH_CACHE", str(tmp_path / "file"))
+    calls = timed_as(monkeypatch, plain=2.0, draft=1.0, verify=3.0)
+    engine = drafting_engine(lively("budget"), slots=1)
+    for _ in range(2):
+        engine.take_pace()
+    assert len(calls) == 2
+    assert engine.pace.verify
+    told = capsys.readouterr().err.replace("\n", " ")
+    assert told.count("could not be written, so this is measured again next time") == 2
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -485,7 +535,8 @@ def test_the_pace_by_hand(skips, monkeypatch, tmp_path):
     read = [head + sum(site.always + site.router + site.active * active(site) for site in sites)
             for active in (lambda site: not site.routed, lambda site: True)]  # fmt: skip
     assert engine.pace.draft == pytest.approx(0.5 if skips else 0.5 * read[1] / read[0])
-    assert engine.pace.expected == pytest.approx(1.0 if skips else read[0] / read[1])
+    routed = np.array([site.routed for site in sites])
+    assert np.array(engine.pace.works).tolist() == [(~routed).tolist(), (~routed if skips else routed | True).tolist()]
     assert list(engine.pace.verify) == [(length, pytest.approx(1.5 * (length + 1))) for length, _ in engine.pace.verify]
 
 
@@ -495,7 +546,7 @@ def test_a_context_without_room_for_drafts_needs_no_clock(monkeypatch, tmp_path)
     model = build(RunConfig(model=replace(lively("budget").config, context=2), method=CASES["budget"])).eval()
     engine = drafting_engine(model, slots=1)
     engine.take_pace()
-    assert (engine.pace, calls) == (Pace(expected=1.0), [])
+    assert (engine.pace, calls) == (Pace(works=((1.0,) * len(engine._sites),) * 2), [])
 
 
 def test_tokens_that_only_pad_the_models_vocabulary_are_never_drafted():

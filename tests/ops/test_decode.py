@@ -24,12 +24,13 @@ ROUNDING = 2.0**-22  # of sums in float32, in another order than the library's
 FAR = 1e30  # in keys and values that must not be seen; finite, because weight 0 times NaN is NaN
 
 # slots, d, heads, kv heads, width, d_ff, columns. One slot and several; sizes that are no powers of two; more
-# slots than a block of rows; more keys than a program takes.
+# slots than a block of rows; more keys than a program takes; sums that are cut into parts.
 SIZES = {
     "alone, odd": (1, 72, 3, 3, 24, 100, 37),
     "few": (3, 48, 3, 3, 16, 100, 21),
     "many": (19, 32, 2, 2, 16, 32, 19),
     "long": (2, 32, 2, 2, 16, 32, 150),
+    "long sums": (2, 32, 2, 2, 16, 2064, 9),
 }
 MODERN = {
     "modern, alone": (1, 24, 4, 2, 16, 40, 21),
@@ -59,7 +60,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"everybody": True},
 )
 
-SOME_KINDS = ("long", "shared by many", "modern, alone", "biased, alone")
+SOME_KINDS = ("long", "long sums", "shared by many", "modern, alone", "biased, alone")
 """Sizes that are like others but for one thing, tried with some tokens active and without a decision."""
 
 
@@ -267,7 +268,14 @@ def test_kernel(measured):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "path"),
-    [("alone, odd", "one kernel"), ("biased", "one kernel"), ("long", "many"), ("biased", "many"), ("many", "many")],
+    [
+        ("alone, odd", "one kernel"),
+        ("biased", "one kernel"),
+        ("long", "many"),
+        ("biased", "many"),
+        ("many", "many"),
+        ("long sums", "many"),
+    ],
 )
 def test_the_kernels_compile_for_a_gpu(name, path, monkeypatch):
     """Without one: Triton's interpreter knows no types, so that it runs what its compiler refuses."""

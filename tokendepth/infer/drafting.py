@@ -49,8 +49,9 @@ class Pace:
     draft: float = 1.0
     verify: tuple[tuple[int, float], ...] = ((1, 1.0),)
     """Drafted tokens that are verified, in rising order, and the factor of each."""
-    expected: float | None = None
-    """What a draft cost by weights where this was measured, which a request goes by until it has drafted itself."""
+    works: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    """The share of each site that a draft and a plain step worked on where this was measured: a request goes by them
+    until it has drafted itself."""
 
     def verifying(self, length: float) -> float:
         """Linear between what is known, flat beyond it."""
@@ -88,7 +89,7 @@ class Speculation:
     @property
     def draft_cost(self) -> float:
         """Weights that drafting a token reads, as a multiple of those of a plain step."""
-        return self.weights(self._draft_work / max(1, self.drafted)) / self.weights(self._mean_work)
+        return self.weights(self._mean_draft) / self.weights(self._mean_work)
 
     def verify_cost(self, length: float) -> float:
         """The same of verifying `length` tokens and one more, if tokens skip independently of each other."""
@@ -104,8 +105,8 @@ class Speculation:
             return "nothing was drafted"
         return (
             f"{self.drafted} tokens drafted, {self.accepted} kept in {self.passes} passes: acceptance "
-            f"{self.acceptance:.3f}, draft cost {self.draft_cost:.3f}, {self.expected_speedup:.2f} times as fast as "
-            "without drafts"
+            f"{self.acceptance:.3f}, draft cost {self.draft_cost:.3f}; by the formula these steps were "
+            f"{self.expected_speedup:.2f} times as fast as plain ones"
         )
 
     def weights(self, work: np.ndarray) -> float:
@@ -113,8 +114,14 @@ class Speculation:
         return self._fixed + float(self._routed @ work)
 
     @property
+    def _mean_draft(self) -> np.ndarray:
+        known = self.passes or self.pace.works is None
+        return self._draft_work / max(1, self.drafted) if known else np.array(self.pace.works[0])
+
+    @property
     def _mean_work(self) -> np.ndarray:
-        return self._full_work / max(1, self._read)
+        known = self.passes or self.pace.works is None
+        return self._full_work / max(1, self._read) if known else np.array(self.pace.works[1])
 
     # -- what is done
 
@@ -128,7 +135,7 @@ class Speculation:
         if self._trying:
             self._trying = False
             return min(TRIED, room)
-        if not self.passes and self.pace.expected is None:
+        if not self.passes and self.pace.works is None:
             return min(FIRST, room)
         accepted, judged = self._recent
         best = max(range(LONGEST + 1), key=lambda length: self._pays(accepted / judged, length))
@@ -143,10 +150,8 @@ class Speculation:
         """The speedup of drafts of `length` tokens here; 0 tokens are a plain step."""
         if not length:
             return 1.0
-        draft, verify = self.draft_cost, self.verify_cost(length)
-        if not self.passes and self.pace.expected is not None:
-            draft, verify = self.pace.expected, 1.0
-        return speedup(acceptance, length, self.pace.draft * draft, self.pace.verifying(length) * verify)
+        draft, verify = self.pace.draft * self.draft_cost, self.pace.verifying(length) * self.verify_cost(length)
+        return speedup(acceptance, length, draft, verify)
 
     def record(self, accepted: int, draft_work: np.ndarray, full_work: np.ndarray) -> None:
         """A draft, of which `accepted` tokens were kept: work `[site, drafted]`, and `[site, drafted + 1]` verified."""

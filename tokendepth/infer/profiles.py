@@ -11,7 +11,8 @@ from tokendepth import __version__
 from tokendepth.data.store import cache_folder
 from tokendepth.errors import UserError
 from tokendepth.model import LanguageModel
-from tokendepth.runs.files import read_sealed, write_sealed
+from tokendepth.progress import console
+from tokendepth.runs.files import disk_faults, make_folder, read_sealed, write_sealed
 from tokendepth.runs.machine import describe_device
 from tokendepth.runs.shapes import COUNT, Object, problem
 
@@ -34,11 +35,18 @@ def remembered(
     path = cache_folder() / file
     name = json.dumps([describe_device(model.norm.weight.device), torch.__version__, _shape(model), *key])
     kept = _kept(path, kind)
-    if name not in kept or again:
-        kept = {**kept, name: measure()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_sealed(path, {"version": VERSION, "profiles": kept})
-    return kept[name]
+    if name in kept and not again:
+        return kept[name]
+    found = measure()
+    try:
+        with disk_faults(path):
+            make_folder(path.parent)
+        # Read anew: another process may have added its own meanwhile.
+        write_sealed(path, {"version": VERSION, "profiles": {**_kept(path, kind), name: found}})
+    except UserError as error:
+        line = f"{path} could not be written, so this is measured again next time: {str(error).splitlines()[0]}"
+        console.print(line, markup=False, soft_wrap=True)
+    return found
 
 
 def _kept(path, kind: Object) -> dict[str, Any]:

@@ -43,8 +43,6 @@ Result = TypeVar("Result")
 
 PROMPT, TIMED, REPEATS = 64, (1, 4, LONGEST), 5
 """Of timing passes: tokens that are read first, drafted tokens that are verified, and how often."""
-DRAFT, PLAIN = 0, -1
-"""The names of other passes than those that verify so many tokens."""
 FACTORS = Kind(
     "lengths and factors",
     lambda value: (
@@ -53,7 +51,8 @@ FACTORS = Kind(
         and all(isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair)) for pair in value)
     ),
 )
-PACE = Object(needed={"draft": POSITIVE, "verify": FACTORS, "expected": POSITIVE})
+WORK = Kind("shares of sites", lambda value: isinstance(value, list) and all(map(is_number, value)))
+PACE = Object(needed={"draft": POSITIVE, "verify": FACTORS, "draft_work": WORK, "plain_work": WORK})
 
 
 class _Draft:
@@ -89,59 +88,69 @@ class SpeculativeEngine(Engine):
 
     def take_pace(self, *, show: bool = False) -> None:
         """Let requests go by what passes take on this machine: measured at the first time, then remembered."""
-        key = [len(self._slots), self.fixed, self.execution, self._draft_thresholds.flatten().tolist()]
-        with Progress("timing drafts, once for this model and machine", show=show):
-            found = remembered("drafting.json", self.model, key, self._measured_pace, PACE)
+        slots = len(self._slots) if self.fixed else 1  # of a fixed engine all slots are computed in every pass
+        own, draft = self.model.method.thresholds, self._draft_thresholds.flatten().tolist()
+
+        def measure() -> dict[str, Any]:
+            with Progress("timing drafts, once for this machine", show=show):
+                return self._measured_pace()
+
+        found = remembered("drafting.json", self.model, [slots, self.execution, own, draft], measure, PACE)
         factors = tuple((int(length), factor) for length, factor in found["verify"])
-        self.pace = Pace(found["draft"], factors, found["expected"])
+        self.pace = Pace(found["draft"], factors, (tuple(found["draft_work"]), tuple(found["plain_work"])))
 
     @torch.no_grad()
     def _measured_pace(self) -> dict[str, Any]:
-        """Of passes over the same text, which are set back after each; an engine that is idle stays so."""
+        """Of steps over the same text, which are set back after each; an engine that is idle stays so."""
         assert self.idle
         room = self.cache.capacity - 1
         lengths = [length for length in TIMED if length < room]
         if not lengths:
-            return {"draft": 1.0, "verify": [[1, 1.0]], "expected": 1.0}
-        prompt = torch.randint(
-            self._vocabulary, (min(PROMPT, room - lengths[-1]),), generator=torch.Generator().manual_seed(0)
-        )
-        request = self.submit(prompt.tolist(), Sampling(0.0), max_tokens=room + 1, stop_ids=())
-        request.stop_ids = frozenset()
+            everything = [1.0] * len(self._sites)
+            return {"draft": 1.0, "verify": [[1, 1.0]], "draft_work": everything, "plain_work": everything}
+        longest = lengths[-1]
+        dice = torch.Generator().manual_seed(0)
+        prompt = torch.randint(self._vocabulary, (min(PROMPT, room - longest),), generator=dice).tolist()
+        request = self.submit(prompt, Sampling(0.0), max_tokens=room + 1)
+        request.stop_ids = frozenset()  # it is to go on, whatever it writes
         self.step()
-        drafts = [_Draft(self._slots.index(request), request, 1)]
-        tokens = torch.zeros(1, LONGEST + 1, dtype=torch.long, device=self.cache.lengths.device)
+        slot = self._slots.index(request)
 
-        def set_back(function: Callable[[], Result]) -> Callable[[], Result]:
-            def once() -> Result:
-                drafts[0].rows.clear()
-                found = function()
-                self._rewind(drafts, [0])
+        def drafted(length: int) -> tuple[Tensor, list[DepthTrace]]:
+            return self._drafted([_Draft(slot, request, length)])
+
+        def verified(length: int) -> list[Found]:
+            drafts, some = [_Draft(slot, request, length)], tokens[:, : length + 1]
+            return self._kept(drafts, some, [], *self._verified(drafts, some))
+
+        def plain() -> list[Found]:
+            return super(SpeculativeEngine, self)._decode([slot])
+
+        def set_back(step: Callable[..., Result], *given: int) -> Callable[[], Result]:
+            def run() -> Result:
+                found = step(*given)
+                self._rewind([_Draft(slot, request, 0)], [0])
                 return found
 
-            return once
+            return run
 
-        def verify(length: int) -> tuple[Output, list[int]]:
-            return self._verified([_Draft(drafts[0].slot, request, length)], tokens[:, : length + 1])
-
-        passes: dict[int, Callable[[], Any]] = {
-            length: set_back(lambda length=length: verify(length)) for length in lengths
-        }
-        passes[DRAFT] = set_back(lambda: self._drafted(drafts))
-        passes[PLAIN] = set_back(lambda: super(SpeculativeEngine, self)._decode([drafts[0].slot]))
         try:
-            (drafting,) = passes[DRAFT]()[1]
-            out, (row,) = passes[lengths[-1]]()
-            work = _work([columns_of(on_host(out.trace), row, place, place + 1) for place in range(lengths[-1] + 1)])
-            spent = interleaved(passes, REPEATS, self.cache.lengths.device)
+            tokens, (first, *_) = set_back(drafted, longest)()
+            drafting = on_host(first)
+            out, (row,) = set_back(lambda: self._verified([_Draft(slot, request, longest)], tokens))()
+            work = _work([columns_of(on_host(out.trace), row, place, place + 1) for place in range(longest + 1)])
+            steps = {"plain": set_back(plain), "draft": set_back(drafted, 1)}
+            steps |= {str(length): set_back(verified, length) for length in lengths}
+            spent = interleaved(steps, REPEATS, self.cache.lengths.device)
         finally:
             self.cancel(request)
-        read = {length: work[:, : length + 1].max(1) for length in lengths}
-        read |= {DRAFT: _work([columns_of(on_host(drafting), row, 0, 1)])[:, 0], PLAIN: work[:, 0]}
-        weights = {name: Speculation(self._sites, self.model.head_flops).weights(work) for name, work in read.items()}
-        pace = {name: statistics.median(times) / weights[name] for name, times in spent.items()}
-        factors = [[length, pace[length] / pace[PLAIN]] for length in lengths]
-        return {"draft": pace[DRAFT] / pace[PLAIN], "verify": factors, "expected": weights[DRAFT] / weights[PLAIN]}
+        works = {"plain": work[:, 0], "draft": _work([columns_of(drafting, row, 0, 1)])[:, 0]}
+        works |= {str(length): work[:, : length + 1].max(1) for length in lengths}
+        weights = Speculation(self._sites, self.model.head_flops).weights
+        pace = {name: statistics.median(times) / weights(works[name]) for name, times in spent.items()}
+        factors = [[length, pace[str(length)] / pace["plain"]] for length in lengths]
+        shares = {"draft_work": works["draft"].tolist(), "plain_work": work.mean(1).tolist()}
+        return {"draft": pace["draft"] / pace["plain"], "verify": factors, **shares}
 
     def _decode(self, slots: list[int]) -> list[Found]:
         requests = [self._at(slot) for slot in slots]

@@ -14,8 +14,8 @@ from tokendepth.ops.sparse_block import Rotation
 __all__ = ["CacheLayer", "KeyWeights", "Unwritten", "decode_inputs"]
 
 FEW_ROWS = 1
-"""Up to so many slots this kernel makes keys and values, and another does the whole block; for more, the library's
-products are faster: 18 and 39 us a block for one slot, 46 and 44 for two (H200, d 1,024, 0.4 active)."""
+"""Up to so many slots this kernel makes keys and values, and another does the whole block; for more, `decode_many` is
+faster: 18 and 30 us a block for one slot, 50 and 37 for two (H200, d 1,024, 0.4 active)."""
 
 
 class KeyWeights(NamedTuple):

@@ -1,8 +1,9 @@
-"""Products of all rows by the library, and three kernels between them that leave out the rows that are not active.
+"""The block of one more token for each of several slots, of which those that are not active read no keys and values.
 
-What that saves is reading their keys and values, the most of a step of many slots (`decode_attention`). Their rows of
-the products are computed and not used, so what goes into them may be anything. While a kernel has little to do, spare
-programs bring the weights of the next product into the L2 cache.
+Their rows of the products are computed and not used, so what goes into them may be anything. Up to 16 slots the
+products are kernels of our own (products.py); beyond that they are the library's, with three kernels between them that
+leave out the rows that are not active. While a kernel has little to do, spare programs bring the weights of the next
+product into the L2 cache.
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.

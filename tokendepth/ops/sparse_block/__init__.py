@@ -23,8 +23,10 @@ __all__ = [
     "sparse_block",
 ]
 
-TILE, HIDDEN_TILE = 64, 16
-"""Widths that are not multiples of this gain nothing from kernels, so the library computes them; hidden units."""
+TILE = 64
+"""Widths that are not multiples of this gain nothing from kernels, so the library computes them."""
+HIDDEN_TILE = 16
+"""The same of the number of hidden units."""
 SHORT = 256
 """In sequences up to this length a program finds its own rows without a list."""
 
