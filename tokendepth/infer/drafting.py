@@ -28,7 +28,7 @@ FIRST_GUESS, GUESS_WEIGHT = 0.8, 2.0
 """The acceptance that is expected at first, and how many tokens that guess counts for."""
 REMEMBERED = 0.9
 """What earlier tokens count for after another pass, where the length of the next draft is chosen."""
-TRIED, SHORTEST_PAUSE, LONGEST_PAUSE = 2, 8, 256
+TRIED, SHORTEST_PAUSE, LONGEST_PAUSE = 2, 32, 256
 """Where drafts do not pay: steps without them, doubled each time, until so many tokens are drafted to try again."""
 
 
