@@ -6,12 +6,14 @@ Each is made from FILE, a path from the root of the repository; the figures besi
 import inspect
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import tokendepth
 from benchmarks import serving, speculation
 from benchmarks.speed import headline
+from paper.retrofit_page import Base, bases, block_flops, loss
 from paper.wanted import Runs
 from tokendepth.config import BudgetConfig
 from tokendepth.report.records import Record
@@ -63,7 +65,41 @@ def _summary(results: Path) -> str:
             clocks = [_speed(timed, f"{name}.{method}", asked, kind, batch) for _, kind, batch in CLOCKS]
             lines.append([text, title, *_cells(runs, found, dense=method == "dense"), *clocks])
             text = ""
-    return piped(lines)
+    return piped([*lines, *(line for base in bases(results / "retrofit.json") for line in _retrofitted(base, timed))])
+
+
+RETROFITTED = 0.7
+"""Of the block FLOPs."""
+
+
+def _retrofitted(base: Base, timed: list[Row]) -> list[list[str]]:
+    """A model that people have, with a router and without, beside the same with blocks dropped."""
+
+    def of(name: str, budget: float | None, pick: Callable[[Row], float | None]) -> str:
+        found = base.stat(name, budget, pick)
+        return "not run" if found is None else found.text(".3f") if pick is loss else f"{found.mean:.0%}"
+
+    costs = base.values("span", RETROFITTED, block_flops)
+    dropped = [base.at_cost("drop", seed, cost) for seed, cost in costs.items()]
+    numbers = tuple(value for value in dropped if isinstance(value, float))
+    same = Stat(numbers).text(".3f") if numbers and len(numbers) == len(dropped) else "\u2014"
+    run, skipped = (
+        f"{base.name}-span-{RETROFITTED:g}",
+        of("span", RETROFITTED, lambda row: row["evaluation"]["flops_skipped"]),
+    )
+    clocks = [_any_speed(timed, run, kind) for _, kind, _ in CLOCKS]
+    return [
+        ["wiki text", f"{base.name}, trained on it", "0%", of("dense", None, loss), *["\u2014"] * 3],
+        ["", f"{base.name} with a router", skipped, of("span", RETROFITTED, loss), same, *clocks],
+    ]
+
+
+def _any_speed(timed: list[Row], run: str, kind: str) -> str:
+    """At whatever batch size it was timed."""
+    found = [
+        row for row in timed if row["run"] == run and row["device"].startswith(kind) and row["execution"] == "sparse"
+    ]
+    return f"{found[0]['speedup']:.2f}x, batch {found[0]['batch']}" if found else "not timed"
 
 
 def _cells(runs: Runs, found: dict[int, Record], *, dense: bool) -> list[str]:

@@ -64,6 +64,7 @@ def test_the_tables_are_there():
     ):
         assert f"| {row}" in faults
     assert len(re.findall(r"^\| .* \| budget 0\.4 \|", README, re.MULTILINE)) == 2, "both texts, the good and the bad"
+    assert re.search(r"^\|  \| smollm2 with a router \| \d+% \|", README, re.MULTILINE), "a model that people have"
 
 
 def test_the_first_screen_is_short():

@@ -23,11 +23,12 @@ from tokendepth.config import BudgetConfig, DenseConfig, EarlyExitConfig, RunCon
 from tokendepth.data import CharTokenizer
 from tokendepth.infer import speculation
 from tokendepth.infer.capture import CapturedPass
+from tokendepth.infer.differences import greedy_differences
 from tokendepth.infer.drafting import Pace, Speculation
 from tokendepth.infer.engine import Engine
 from tokendepth.infer.requests import on_host
 from tokendepth.infer.sampling import Sampler, Sampling, probabilities
-from tokendepth.infer.speculation import SpeculativeEngine, draft_thresholds, greedy_differences
+from tokendepth.infer.speculation import SpeculativeEngine, draft_thresholds
 from tokendepth.measure.evaluate import load_model
 from tokendepth.measure.flops import count_flops
 from tokendepth.methods import METHODS, build
@@ -462,7 +463,7 @@ def test_the_pace_is_what_passes_take_beside_the_weights_that_they_read(case, fi
     finish(engine)
     check(request, alone(engine.model, GREEDY[0]))
     assert request.speculation.pace is engine.pace
-    again = drafting_engine(lively(case), slots=2, fixed=fixed)
+    again = drafting_engine(copy.deepcopy(lively(case)), slots=2, fixed=fixed)
     again.take_pace()
     assert again.pace == engine.pace
     assert len(calls) == 1, "remembered"
@@ -527,7 +528,7 @@ def test_the_pace_by_hand(skips, monkeypatch, tmp_path):
     """All tokens take the span, or none, so verifying reads what a plain step does; drafts skip it."""
     monkeypatch.setenv("TOKENDEPTH_CACHE", str(tmp_path))
     timed_as(monkeypatch, plain=2.0, draft=1.0, verify=3.0)
-    model = lively("span")
+    model = copy.deepcopy(lively("span"))
     model.method.set_thresholds([math.inf if skips else -math.inf])
     engine = drafting_engine(model, slots=1)
     engine.take_pace()

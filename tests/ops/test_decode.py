@@ -287,7 +287,7 @@ def test_the_kernels_compile_for_a_gpu(name, path, monkeypatch):
     from tokendepth.ops.decode_block import kernel as block
     from tokendepth.ops.decode_inputs import kernel as inputs
     from tokendepth.ops.decode_many import kernel as many
-    from tokendepth.ops.decode_many import products
+    from tokendepth.ops.slot_products import kernel as products
 
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 

@@ -16,11 +16,12 @@ from tokendepth.config import method_name
 from tokendepth.data import Dataset
 from tokendepth.data.of_run import dataset_of, tokenizer_of
 from tokendepth.errors import UserError
+from tokendepth.infer.differences import greedy_differences
 from tokendepth.infer.drafting import speedup
 from tokendepth.infer.engine import Engine
 from tokendepth.infer.requests import Request
 from tokendepth.infer.sampling import Sampling
-from tokendepth.infer.speculation import SpeculativeEngine, draft_thresholds, greedy_differences
+from tokendepth.infer.speculation import SpeculativeEngine, draft_thresholds
 from tokendepth.measure import calibrate
 from tokendepth.measure.clock import quartiles
 from tokendepth.measure.evaluate import load_model

@@ -115,13 +115,15 @@ class Speculation:
 
     @property
     def _mean_draft(self) -> np.ndarray:
-        known = self.passes or self.pace.works is None
-        return self._draft_work / max(1, self.drafted) if known else np.array(self.pace.works[0])
+        if not self.passes and self.pace.works:
+            return np.array(self.pace.works[0])
+        return self._draft_work / max(1, self.drafted)
 
     @property
     def _mean_work(self) -> np.ndarray:
-        known = self.passes or self.pace.works is None
-        return self._full_work / max(1, self._read) if known else np.array(self.pace.works[1])
+        if not self.passes and self.pace.works:
+            return np.array(self.pace.works[1])
+        return self._full_work / max(1, self._read)
 
     # -- what is done
 

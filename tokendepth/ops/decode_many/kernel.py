@@ -1,9 +1,9 @@
 """The block of one more token for each of several slots, of which those that are not active read no keys and values.
 
 Their rows of the products are computed and not used, so what goes into them may be anything. Up to 16 slots the
-products are kernels of our own (products.py); beyond that they are the library's, with three kernels between them that
-leave out the rows that are not active. While a kernel has little to do, spare programs bring the weights of the next
-product into the L2 cache.
+products are kernels of our own (`slot_products`); beyond that they are the library's, with three kernels between them
+that leave out the rows that are not active. While a kernel has little to do, spare programs bring the weights of the
+next product into the L2 cache.
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from tokendepth.ops.decode_attention.kernel import attend, is_active
 from tokendepth.ops.decode_inputs import KeyWeights, Unwritten
-from tokendepth.ops.decode_many.products import SLOTS, make_hidden, project, update
 from tokendepth.ops.few_rows.kernel import fetch, flags_of, lines_of
 from tokendepth.ops.launch import check_kernel
 from tokendepth.ops.launch.kernel import after_previous, overlapped
 from tokendepth.ops.rows.kernel import ACTIVATIONS, _gelu, _gelu_tanh, _silu
+from tokendepth.ops.slot_products.kernel import SLOTS, make_hidden, project, update
 from tokendepth.ops.sparse_block import BlockWeights
 
 ADD, ACTIVATE = {"num_warps": 4}, {"num_warps": 4}
