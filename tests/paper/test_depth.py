@@ -428,8 +428,9 @@ def few(monkeypatch) -> tuple[Contender, ...]:
 
 
 @pytest.mark.slow
-def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys):
+def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys, monkeypatch):
     rows = tmp_path / "results"
+    monkeypatch.setattr(spans, "SCALES", (spans.BASE, spans.TWICE, spans.BPE))
     main(["search", "--quick", "--out", str(tmp_path / "search"), "--results", str(rows)], PAPER)
     assert len(read_rows(rows / ROWS)) == 2 * sum(len(one.values) for one in few)
     assert {row["evaluation"]["split"] for row in read_rows(rows / ROWS)} == {"val"}
@@ -442,7 +443,7 @@ def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys):
     main(["times", "--quick", "--device", "cpu", "--results", str(rows)], PAPER)
     main(["spans", "--quick", "--out", str(tmp_path / "spans"), "--results", str(rows)], PAPER)
     found = read_rows(rows / spans.ROWS)
-    assert len(found) == 4 * (len(spans.LAYERS) + 1), "and the best that decides block by block"
+    assert len(found) == 2 * (len(spans.LAYERS) + 1), "and the best that decides block by block"
     assert sum(row["config"]["data"]["tokens"] == "bpe:300" for row in found) == len(spans.LAYERS) + 1
     assert len(read_rows(rows / depth.TIMES)) == len(depth.LAYERS) + 2
     undrawn.setattr("paper.passes.compiled", lambda model: model)  # takes half a minute each
