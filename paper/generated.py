@@ -83,11 +83,8 @@ def _retrofitted(base: Base, timed: list[Row]) -> list[list[str]]:
     dropped = [base.at_cost("drop", seed, cost) for seed, cost in costs.items()]
     numbers = tuple(value for value in dropped if isinstance(value, float))
     same = Stat(numbers).text(".3f") if numbers and len(numbers) == len(dropped) else "\u2014"
-    run, skipped = (
-        f"{base.name}-span-{RETROFITTED:g}",
-        of("span", RETROFITTED, lambda row: row["evaluation"]["flops_skipped"]),
-    )
-    clocks = [_any_speed(timed, run, kind) for _, kind, _ in CLOCKS]
+    skipped = of("span", RETROFITTED, lambda row: row["evaluation"]["flops_skipped"])
+    clocks = [_any_speed(timed, f"{base.name}-span-{RETROFITTED:g}", kind) for _, kind, _ in CLOCKS]
     return [
         ["wiki text", f"{base.name}, trained on it", "0%", of("dense", None, loss), *["\u2014"] * 3],
         ["", f"{base.name} with a router", skipped, of("span", RETROFITTED, loss), same, *clocks],

@@ -133,6 +133,11 @@ class KVCache:
         """The largest of `bounds`."""
         return max((self.bounds[slot] for slot in self._chosen), default=0)
 
+    def bound(self, lengths: Sequence[int]) -> None:
+        """Tell how long the sequences are, by somebody who knows: `bounds` may be above that."""
+        for slot, length in zip(self._chosen, lengths, strict=True):
+            self.bounds[slot] = length
+
     def needed(self, time: int, valid: Tensor | None, room: int) -> int:
         """Tokens of the longest sequence after `time` columns more, of which `valid` are real.
 
@@ -179,8 +184,7 @@ class KVCache:
             known = [min(self.bounds[slot] + time, needed) for slot in self._chosen]
         else:
             known = self.seen().tolist()
-        for slot, length in zip(self._chosen, known, strict=True):
-            self.bounds[slot] = length
+        self.bound(known)
 
     def state(self, layer: int | str, *, like: Tensor) -> Tensor:
         """What was remembered for the batch, `[batch, ...]`; at first zeros, `like` one sequence's."""

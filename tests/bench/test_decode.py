@@ -77,7 +77,7 @@ def test_steps_after_a_padded_prompt_ask_nothing_of_the_device(monkeypatch):
     """Where a graph is captured no number may be read from the device."""
     model = build(RunConfig(model=replace(MODEL, context=20))).eval()
     cache = KVCache(model.config, 2, 20, like=model.norm.weight, fixed=True)
-    decode._read(model, cache, torch.zeros(2, 20 - decode.STEPS, dtype=torch.long))  # padded to 16
+    decode.prefill(model, cache, [[0] * (20 - decode.STEPS)] * 2, "sparse")  # padded to 16
     steps = decode._Steps(model, cache, torch.zeros(decode.STEPS, 2, dtype=torch.long), [None] * decode.STEPS)
 
     def asked(_):

@@ -151,7 +151,8 @@ def measure_run(
                     calibrate.set_budget(trained, run, budget, dataset, show=True)
                     served.method.set_thresholds(trained.method.thresholds)
                 start = _empty_cache(served, batch, context)
-                _read(served, start, text[:batch, : context - STEPS])
+                with torch.no_grad():
+                    prefill(served, start, text[:batch, : context - STEPS].tolist(), "sparse")
                 tokens = text[:batch, context - STEPS :].T.contiguous()
                 facts = {"benchmark": "decode", "shape": run.name, "positions": "trained", "run": run.name}
                 facts |= {"checkpoint": run.fingerprint, "method": method_name(run.config.method)}
@@ -196,16 +197,6 @@ def _noise(model: LanguageModel, batch: int, context: int) -> KVCache:
     cache.lengths.fill_(context - STEPS)
     cache.bounds[:] = [context - STEPS] * batch
     return cache
-
-
-@torch.no_grad()
-def _read(model: LanguageModel, cache: KVCache, text: Tensor) -> None:
-    """Read `text` `[slot, time]` into an empty cache.
-
-    Prompts of a `fixed` cache are padded, and bounds count the padding: with those no step would be known to have room.
-    """
-    prefill(model, cache, text.tolist(), "sparse")
-    cache.bounds[:] = [text.shape[1]] * len(text)
 
 
 class _Steps:

@@ -162,8 +162,8 @@ def measure_run(
     served = as_served(copy.deepcopy(trained))
     if device.type == "cuda" and not served.can_be_captured:
         raise UserError(
-            f"{path} cannot be timed on a GPU, where a pass is one graph: expected method dense, tsa or budget, "
-            "d_model a multiple of 64, d_ff of 16, heads of 16 numbers or more; take --device cpu"
+            f"{path} cannot be timed on a GPU, where a pass is one graph: expected a method that decides on "
+            "the device, d_model a multiple of 64, d_ff of 16, heads of 16 numbers or more; take --device cpu"
         )
     evaluated = figures_of(run)
     text, sizes = sequences(run, dataset, device, batches_asked)

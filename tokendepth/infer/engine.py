@@ -66,6 +66,7 @@ def prefill(
     if thresholds is not None:
         thresholds = thresholds.expand(-1, -1, width)
     out = model(ids, execution=execution, cache=cache, valid=valid, thresholds=thresholds, read=last)
+    cache.bound(lengths)  # a pass knows no better than that its padding may count
     return Pass(out.logits[:, 0], out.trace)
 
 
