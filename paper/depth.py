@@ -16,7 +16,7 @@ from typing import Any
 from paper import contenders, grid, tables
 from paper.contenders import DENSE, LONG, Contender, miniature
 from paper.evidence import by_experiment
-from paper.grid import Deadline, Progress, same
+from paper.grid import Deadline, Progress, same, same_work
 from paper.outcomes import Outcomes
 from paper.search import Search, Tried, wall_clock
 from paper.settings import Comparison, Setting
@@ -198,9 +198,10 @@ def outcomes_of(found: list[Entry], results: Path, *files: str) -> Outcomes:
     """From the rows of `files`, each with the time of a training step where that is known."""
     comparison = Comparison("enwik8, bytes", "enwik8-bytes", SEEDS, tuple(e.setting for e in found), files, TOKENS)
     rows = by_experiment([row for name in files for row in _rows(results / name)])
-    for timed in _rows(results / TIMES):
-        for row in rows.get(same(from_dict(timed["config"]), seed=False), {}).values():
-            row["step_ms"] = timed["step_ms"][0]
+    times = {same_work(from_dict(row["config"])): row["step_ms"][0] for row in _rows(results / TIMES)}
+    for row in (row for seeds in rows.values() for row in seeds.values()):
+        if (step := times.get(same_work(from_dict(row["config"])))) is not None:
+            row["step_ms"] = step
     return Outcomes(comparison, {entry.setting: entry.config for entry in found}, rows, {})
 
 

@@ -9,7 +9,7 @@ from paper.comparison import judge, table, verdicts, wrapped
 from paper.contenders import DENSE, LONG, SHORT, WARM_UP, Contender
 from paper.depth import PASSES, TOKENS, Entry, Order, order, outcomes
 from paper.evidence import BITS, NOT_RUN, needs_report_extra, show
-from paper.grid import same
+from paper.grid import same_work
 from paper.outcomes import OUTSIDE, Cost, Outcomes, interpolate
 from paper.search import Search
 from paper.settings import Setting
@@ -23,9 +23,10 @@ HEAD = f"""\
 
 Every method on the bytes of enwik8, tuned alike, and judged by dense models of the same cost. All have the same block
 (width 256, RMSNorm, rotary positions, SwiGLU, queries and keys normed), optimiser, batches (64 sequences of 256 bytes)
-and length ({LONG:,} steps, the first {WARM_UP} of them warm-up); they differ in what they do with depth. Choices were
-made on validation text; every loss in the tables of results is of the **test** split, its first {TOKENS:,} bytes,
-executed sparsely. Nobody trains by two passes: only budget routing has them, and on this text they cost it quality.
+and length ({LONG:,} steps, the first {LONG // WARM_UP} of them warm-up); they differ in what they do with depth.
+Choices were made on validation text; every loss in the tables of results is of the **test** split, its first
+{TOKENS:,} bytes, executed sparsely. Nobody trains by two passes: only budget routing has them, and on this text they
+cost it quality.
 This page is generated from `search.json`, `depth.json`, `step_times.json`, `pass_times.json` and `spans.json` in
 [results/](../results/) by `make readme`; the rows come from `python -m paper search`, `depth`, `times`, `passes` and
 `spans`. What has no row yet is `not run`. The older comparison, in which only budget routing was tuned, is
@@ -180,7 +181,7 @@ def at_equal_loss(found: Outcomes, made: list[Entry], results: Path) -> str:
             continue
         cells = [_ratio(found, entry, made, _kept(found))]
         for place in places:
-            costs = {e.setting: timed.get(same(e.config, seed=False), {}).get(place) for e in made}
+            costs = {e.setting: timed.get(same_work(e.config), {}).get(place) for e in made}
             cells.append(_ratio(found, entry, made, costs.get))
         rows.append([entry.setting.title, show(loss), *cells])
     words = (
@@ -193,11 +194,11 @@ def at_equal_loss(found: Outcomes, made: list[Entry], results: Path) -> str:
 
 
 def pass_times(results: Path) -> dict[str, dict[tuple[str, int], float]]:
-    """Median milliseconds by experiment, device and batch size."""
+    """Median milliseconds by what is computed, device and batch size."""
     found: dict[str, dict[tuple[str, int], float]] = {}
     for row in read_rows(results / PASSES) if (results / PASSES).exists() else []:
         place = row["device"].removeprefix("NVIDIA "), row["batch"]
-        found.setdefault(same(from_dict(row["config"]), seed=False), {})[place] = row["pass_ms"][0]
+        found.setdefault(same_work(from_dict(row["config"])), {})[place] = row["pass_ms"][0]
     return found
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokendepth import progress
-from tokendepth.config import RunConfig, from_dict, to_dict
+from tokendepth.config import RunConfig, TrainConfig, from_dict, to_dict
 from tokendepth.data.dataset import Split
 from tokendepth.errors import Interrupted, SweepStopped, UserError
 from tokendepth.report.results import row
@@ -42,6 +42,14 @@ def same(config: RunConfig, *, seed: bool = True) -> str:
     if not seed:
         del tree["train"]["seed"]
     return json.dumps(tree, sort_keys=True)
+
+
+def same_work(config: RunConfig) -> str:
+    """Equal for two configs whose steps, and whose passes, compute the same: how long and at what rate they train is
+    no part of that.
+    """
+    kept = {name: getattr(config.train, name) for name in ("batch_size", "accumulate", "dtype")}
+    return same(replace(config, train=TrainConfig(**kept)))
 
 
 @dataclass
@@ -89,12 +97,12 @@ def repeatable(out: Path) -> Iterator[None]:
         raise SweepStopped(number, out) from None
 
 
-def missing(configs: dict[str, RunConfig], *paths: Path) -> dict[str, RunConfig]:
-    """Those configs of which none of the results files at `paths` has a row."""
-    there = {same(from_dict(row["config"])) for path in paths if path.exists() for row in read_rows(path)}
+def missing(configs: dict[str, RunConfig], *paths: Path, by: Callable[[RunConfig], str] = same) -> dict[str, RunConfig]:
+    """Those configs of which none of the results files at `paths` has a row; `by` tells which are equal."""
+    there = {by(from_dict(row["config"])) for path in paths if path.exists() for row in read_rows(path)}
     found: dict[str, RunConfig] = {}
     for name, config in configs.items():
-        if (key := same(config)) not in there:
+        if (key := by(config)) not in there:
             there.add(key)
             found[name] = config
     return found

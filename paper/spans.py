@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paper import contenders
-from paper.contenders import DATA, LONG, MODEL, miniature
+from paper.contenders import DATA, LONG, MODEL, WARM_UP, miniature
 from paper.depth import ROWS as BASE_ROWS
 from paper.depth import SEEDS, Entry, entries, fill_on_test, outcomes_of
 from paper.grid import Deadline, Progress, missing
@@ -47,7 +47,7 @@ class Scale:
         grown, model, train = self.width // MODEL.d_model, config.model, config.train
         shape = {"d_model": self.width, "n_head": grown * model.n_head, "d_ff": grown * model.d_ff}
         batch = train.batch_size * model.context // self.context
-        every = {"eval_every": self.steps // 4, "checkpoint_every": self.steps}
+        rhythm = {"warmup": self.steps // WARM_UP, "eval_every": self.steps // 4, "checkpoint_every": self.steps}
         method = config.method
         if self.budget is not None and isinstance(method, SpanConfig):
             method = replace(method, budget=self.budget)
@@ -56,7 +56,7 @@ class Scale:
             data=replace(config.data, tokens=self.tokens),
             method=method,
             model=replace(model, context=self.context, **shape),
-            train=replace(train, lr=train.lr / grown, steps=self.steps, batch_size=batch, **every),
+            train=replace(train, lr=train.lr / grown, steps=self.steps, batch_size=batch, **rhythm),
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from paper.depth import TIMES, check_names, entries
-from paper.grid import Deadline, Progress, missing
+from paper.grid import Deadline, Progress, missing, same_work
 from paper.search import Search
 from tokendepth.config import RunConfig, to_dict
 from tokendepth.errors import UserError
@@ -46,7 +46,7 @@ def times(
     where, deadline, path = choose_device(device), Deadline.after(max_minutes), results / TIMES
     found = entries(Search.read(results, quick=quick), quick=quick)
     found = [entry for entry in found if not only or entry.setting.method in only]
-    todo = missing({entry.setting.title: entry.config for entry in found}, path)
+    todo = missing({entry.setting.title: entry.config for entry in found}, path, by=same_work)
     left = list(todo)
     while left and not deadline.passed():
         row = step_time(todo[left[0]], where)

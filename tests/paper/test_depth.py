@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paper import contenders, depth, depth_page, spans
+from paper import contenders, depth, depth_page, grid, spans
 from paper.__main__ import PAPER
 from paper.contenders import CONTENDERS, DECIDERS, DENSE, LONG, RATES, SHORT, Contender
 from paper.evidence import BITS
@@ -270,6 +270,19 @@ def test_losses_over_time_are_those_of_what_was_timed(searched):
     lines = depth_page.timed(found, made).splitlines()
     assert len(lines) == 2 + len(timed)
     assert "| 2.0100 | +9.95% ± 0.05% | worse | 10.00 |" in lines[-1], "ten layers' time"
+
+
+def test_a_time_holds_however_long_and_at_whatever_rate_a_model_was_trained(searched):
+    config = MOD.config("0.125, 10 layers", 1e-3, LONG)
+    longer = MOD.config("0.125, 10 layers", 2e-3, 2 * LONG, seed=1)
+    fewer = replace(config, train=replace(config.train, batch_size=config.train.batch_size // 2))
+    other = MOD.config("0.5, 8 layers", 1e-3, LONG)
+    assert grid.same_work(config) == grid.same_work(longer)
+    assert len({grid.same_work(one) for one in (config, fewer, other)}) == 3
+    assert config.train.warmup == LONG // 8 == longer.train.warmup // 2
+    (searched / depth.TIMES).write_text(json.dumps([{"config": to_dict(config), "step_ms": [1, 1, 1]}]))
+    todo = {"longer": longer, "fewer": fewer}
+    assert list(grid.missing(todo, searched / depth.TIMES, by=grid.same_work)) == ["fewer"]
 
 
 def test_what_a_loss_costs_is_compared_with_dense_models_of_that_loss(searched):
