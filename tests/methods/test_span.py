@@ -22,7 +22,8 @@ from tokendepth.measure.flops import count_flops, training_flops
 from tokendepth.methods import build
 from tokendepth.methods.base import divergence
 from tokendepth.methods.budget import gain_target
-from tokendepth.methods.span import ROOM, Bypass, Span
+from tokendepth.methods.span import ROOM, Span
+from tokendepth.methods.span_bypass import Bypass
 from tokendepth.methods.span_deciders import Boundary, Entropy, WordEnds, carry_on, ends_word, ratio_loss, taught_loss
 from tokendepth.model import Block, LanguageModel
 from tokendepth.runs.run import Run

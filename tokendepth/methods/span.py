@@ -34,12 +34,11 @@ from torch import Tensor, nn
 from tokendepth.config import ModelConfig, SpanConfig
 from tokendepth.context import Context, Rows
 from tokendepth.layers.exact_buffers import ExactBuffers
-from tokendepth.layers.ffn import initialise_residual
-from tokendepth.layers.linear import Linear
 from tokendepth.layers.norm import without_scale
 from tokendepth.methods.base import Dial, Method, annealed, blocks_of, divergence, everyone
 from tokendepth.methods.budget import CURVE, gain_target, quantile, threshold_for
 from tokendepth.methods.mod import Selected, among_site
+from tokendepth.methods.span_bypass import Bypass, rms
 from tokendepth.methods.span_deciders import (
     QUANTILE,
     Boundary,
@@ -59,8 +58,6 @@ from tokendepth.trace import Site
 
 ROOM = 1.5
 """Rows that a sequence has in the span while training, as a multiple of its share of tokens."""
-RIDGE = 1e-3
-"""Added to the mean square of what a bypass reads when it is fitted."""
 
 
 class Span(ExactBuffers, Method):
@@ -353,39 +350,6 @@ class Span(ExactBuffers, Method):
 
     def set_thresholds(self, values: list[float]) -> None:
         self.threshold.fill_(values[0])
-
-
-class Bypass(nn.Module):
-    """What a token that skips gets instead of the span: its normalised state, mapped, as large as the state was."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        self.map = Linear(model.d_model, model.d_model, bias=False)
-        initialise_residual(self.map, model.n_layer)
-
-    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
-        """`x` is `hidden`, normalised."""
-        return self.map(x) * rms(hidden).to(x.dtype)
-
-    @torch.no_grad()
-    def fit(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Least squares over tokens, each `[tokens, d]`: what was read, and the update, as a share of the state."""
-        weight, width = self.map.weight, self.map.in_features
-        squares, products = (weight.new_zeros(width, width, dtype=torch.float64) for _ in range(2))
-        for x, update in pairs:
-            squares += x.double().T @ x.double()
-            products += x.double().T @ update.double()
-        squares += RIDGE * squares.trace() / width * torch.eye(width, dtype=torch.float64, device=squares.device)
-        weight.copy_(torch.linalg.solve(squares, products).T)
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.map.weight.numel()
-
-
-def rms(hidden: Tensor) -> Tensor:
-    """`[..., d] -> [..., 1]`"""
-    return hidden.float().square().mean(-1, keepdim=True).sqrt()
 
 
 def _through(blocks: Iterable[Block], hidden: Tensor, ctx: Context) -> Tensor:
