@@ -34,6 +34,7 @@ from tokendepth.config import (
     to_dict,
 )
 from tokendepth.errors import UserError, one_line
+from tokendepth.retrofit_config import RetrofitConfig
 
 TSA = RunConfig(method=TSAConfig())
 
@@ -322,6 +323,7 @@ REFUSED_KNOBS = [
     (ITTConfig, "decision_loss", 0.0),
     (SpanConfig, "begin", -1),
     (SpanConfig, "length", 0),
+    (SpanConfig, "width", 0),
     (SpanConfig, "budget", 0.0),
     (SpanConfig, "budget", 1.1),
     (SpanConfig, "ratio_loss", -0.1),
@@ -397,6 +399,13 @@ def test_a_span_whose_knobs_contradict_each_other_is_refused():
     assert message.startswith("method.learn is 'straight'; expected weight, since decide is dice")
     message = refused(SpanConfig, carry="smooth", learn="straight")
     assert message.startswith("method.learn is 'straight'; expected weight, since smoothed updates are weighted")
+
+    message = refused(SpanConfig, width=64, keys="all")
+    assert message.startswith("method.keys is 'all'; expected active, since the span has a width of its own")
+    message = refused(SpanConfig, width=64, decide="dice", carry="none", bypass=True, budget=0.0)
+    assert message.startswith("method.width is 64; expected None, since no token takes the span")
+    message = refused(RunConfig, method=SpanConfig(width=64), retrofit=RetrofitConfig("runs/base", "0" * 64))
+    assert message.startswith("method.width is 64; expected None, since a retrofit begins with the base's blocks")
 
 
 def test_shares_of_blocks_are_numbers_one_for_each_routed_block():

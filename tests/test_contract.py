@@ -89,6 +89,7 @@ CASES["span-boundary"] = SpanConfig(decide="boundary", carry="smooth", ratio_los
 CASES["span-gain"] = SpanConfig(decide="gain", keys="all", carry="none")
 CASES["span-entropy"] = SpanConfig(decide="entropy", budget=0.4)
 CASES["span-dice"] = SpanConfig(decide="dice", budget=0.5, keys="all", carry="none")
+CASES["span-width"] = SpanConfig(width=48)
 # Every method, and the ways to run a block that its default does not take: given rows, given keys.
 CLASSIC = list(CASES)
 ON_MODERN = [*METHODS, "budget-plain", "budget-random", "mor-token-shared"]

@@ -227,6 +227,8 @@ class RunConfig:
             expected = f"at least {needed}, the length of one {self.data.corpus} example"
             check(self.model.context >= needed, "model.context", self.model.context, expected)
         self.method.check_model(self.model)
+        if self.retrofit is not None:
+            self.method.check_retrofit()
 
 
 # --- strict JSON ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The knobs of each method, in a class of its own: another method's flag is an error. Standard library only."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tokendepth.checks import check, check_range, check_types
@@ -19,6 +19,9 @@ class MethodConfig:
 
     def check_model(self, model: "ModelConfig") -> None:
         """A UserError if this method does not work with that model."""
+
+    def check_retrofit(self) -> None:
+        """A UserError if a finished dense model cannot be made one of this method."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +282,8 @@ class SpanConfig(MethodConfig):
     """Tokens that skip the span take one linear map instead; in a retrofit at first the one that fits the span best."""
     draft: float = 0.0
     """Weight of teaching tokens that skip the span what they predict with it, for drafts; of carry none, unweighted."""
+    width: int | None = None
+    """Width of the span's blocks; unless set, the model's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -320,6 +325,11 @@ class SpanConfig(MethodConfig):
             check(self.carry != "smooth", "method.carry", self.carry, expected)
         if self.decide == "boundary" and self.budget == 1:
             check(self.ratio_loss == 0, "method.ratio_loss", self.ratio_loss, "0, since the budget is 1")
+        if self.width is not None:
+            check_range("method.width", self.width, 1, 1_000_000)
+            expected = "active, since the span has a width of its own, which only tokens that take it have"
+            check(self.keys == "active", "method.keys", self.keys, expected)
+            check(not self.replaced, "method.width", self.width, "None, since no token takes the span")
 
     @property
     def replaced(self) -> bool:
@@ -330,10 +340,21 @@ class SpanConfig(MethodConfig):
         """Which of the model's blocks are the span."""
         return range(self.begin, self.begin + (self.length or max(1, n_layer - 2 * self.begin)))
 
+    def inner(self, model: "ModelConfig") -> "ModelConfig":
+        """The model that the span's blocks are of: of their width, with the same heads, so that one cache fits all."""
+        if self.width is None:
+            return model
+        d_ff = max(16, 16 * round(model.d_ff * self.width / model.d_model / 16))
+        return replace(model, d_model=self.width, d_ff=d_ff, head_width=model.width)
+
     def check_model(self, model: "ModelConfig") -> None:
         end = self.blocks(model.n_layer).stop
         expected = f"at least {end}, since the span is of blocks {self.begin} to {end - 1}, counted from 0"
         check(end <= model.n_layer, "model.n_layer", model.n_layer, expected)
+
+    def check_retrofit(self) -> None:
+        expected = "None, since a retrofit begins with the base's blocks"
+        check(self.width is None, "method.width", self.width, expected)
 
 
 def check_positive(name: str, value: float) -> None:

@@ -88,7 +88,7 @@ class Block(nn.Module):
             return self._train_chosen(h, ctx, rows.chosen, gate)
         if ctx.execution == "sparse" and self._decodes(h, ctx) and not isinstance(keys, Keys):
             return self._decode(h, ctx, rows, keys, gate)
-        if ctx.execution == "sparse" and (rows is not None or self.launch_bound(h)):
+        if ctx.execution == "sparse" and (rows is not None or (ctx.varlen is None and self.launch_bound(h))):
             return self._skip(h, ctx, rows, keys, gate)
         given = keys if isinstance(keys, Keys) else None
         leaving = rows.active if rows is not None and keys == "active" else None

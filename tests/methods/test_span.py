@@ -22,7 +22,8 @@ from tokendepth.measure.flops import count_flops, training_flops
 from tokendepth.methods import build
 from tokendepth.methods.base import divergence
 from tokendepth.methods.budget import gain_target
-from tokendepth.methods.span import ROOM, Bypass, Span
+from tokendepth.methods.span import ROOM, Span
+from tokendepth.methods.span_bypass import Bypass
 from tokendepth.methods.span_deciders import Boundary, Entropy, WordEnds, carry_on, ends_word, ratio_loss, taught_loss
 from tokendepth.model import Block, LanguageModel
 from tokendepth.runs.run import Run
@@ -518,14 +519,14 @@ def test_who_finds_no_room_scores_lowest_of_its_sequence():
 # --- skipping ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", ["active", "all"])
+@pytest.mark.parametrize("knobs", [{"keys": "active"}, {"keys": "all"}, {"width": 48}], ids=str)
 @each_shape
-def test_training_that_packs_is_training_that_masks(shape, keys):
+def test_training_that_packs_is_training_that_masks(shape, knobs):
     """Losses and gradients, against the reference execution with the decisions that training took."""
     ids = tokens(6)
 
     def gradients(masked: bool) -> tuple[float, list[Tensor]]:
-        model = span(shape, budget=0.4, keys=keys).train()
+        model = span(shape, budget=0.4, **knobs).train()
         taken = model(ids[:, :-1]).trace.work[1:4] > 0.5
         out = model.eval()(ids[:, :-1], execution="hard", decisions=taken) if masked else model(ids[:, :-1])
         loss = F.cross_entropy(out.logits.flatten(0, 1), ids[:, 1:].flatten())
@@ -611,6 +612,119 @@ def test_where_kernels_serve_nothing_is_packed_and_the_result_is_the_same(shape,
         assert close(listed.logits, packed.logits)
         assert torch.equal(listed.trace.work, packed.trace.work)
         assert listed.trace.totals().flops == packed.trace.totals().flops_full_rows, "its rows are as wide as ever"
+
+
+# --- a width of its own -----------------------------------------------------------------------------------------------
+
+
+def test_without_a_width_there_is_nothing_new_in_the_model():
+    dense, model = build(RunConfig(model=MODEL, method=DenseConfig())), span()
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    router = {f"method.decider.router.{layer}.{part}" for layer in ("hidden", "logit") for part in ("weight", "bias")}
+    assert shapes.keys() - dense.state_dict().keys() == {"method.threshold", *router}
+    assert all(shapes[name] == value.shape for name, value in dense.state_dict().items())
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(64, 96), (40, 64), (8, 16), (2, 16), (32, 48)])
+def test_blocks_of_another_width_have_the_same_heads(width, hidden):
+    """And as many times the hidden units, up to whole tiles of 16."""
+    model = span(MODERN, width=width)
+    shapes = {name: tuple(value.shape) for name, value in method_of(model).named_parameters()}
+    assert shapes["enter.weight"] == (width, 32)
+    assert shapes["leave.weight"] == (32, width)
+    assert [f"{name}.bias" in shapes for name in ("enter", "leave")] == [False, False]
+    for n, block in enumerate(method_of(model).blocks):
+        d, d_ff = (width, hidden) if n in method_of(model).span else (32, 48)
+        assert shapes[f"blocks.{n}.norm_attention.weight"] == (d,)
+        assert shapes[f"blocks.{n}.attention.qkv.weight"] == ((4 + 2 + 2) * 8, d)
+        assert shapes[f"blocks.{n}.attention.out.weight"] == (d, 4 * 8)
+        assert shapes[f"blocks.{n}.ffn.gate_up.weight"] == (2 * d_ff, d)
+        assert shapes[f"blocks.{n}.ffn.down.weight"] == (d, d_ff)
+        assert (block.attention.n_head, block.attention.kv_heads, block.attention.width) == (4, 2, 8)
+
+
+def test_what_leaves_the_span_begins_as_a_residual_projection():
+    model = build(RunConfig(model=MODEL, method=SpanConfig(width=1024)))
+    leave = method_of(model).leave
+    assert leave is not None
+    assert leave.weight.std().item() == pytest.approx(0.02 / math.sqrt(2 * 5), rel=0.02)
+
+
+@each_shape
+@each_execution
+@torch.no_grad()
+def test_a_wider_span_by_hand(shape, execution):
+    """The plain blocks on what `enter` makes of tokens 1, 4 and 9; `leave` maps what they change, not what they get."""
+    model, ids, places = span(shape, width=64, decide="dice", carry="none").eval(), tokens(1), [1, 4, 9]
+    method, active = method_of(model), torch.zeros(1, TIME, dtype=torch.bool)
+    active[0, places] = True
+    (embedded, ctx), maps = model.entering(ids, "hard"), dict(method.named_parameters())
+    enter, leave = maps["enter.weight"], maps["leave.weight"]
+    h = method.blocks[0](embedded, ctx)
+    inner = rows = h[:, places] @ enter.T
+    rotation = ctx.rotation and (ctx.rotation[0][:, places], ctx.rotation[1][:, places])
+    for n in method.span:
+        rows = method.blocks[n](rows, replace(ctx, positions=None, rotation=rotation))
+    h[:, places] += (rows - inner) @ leave.T
+    expected = model.readout(method.blocks[-1](h, ctx))
+    assert close(model(ids, execution=execution, decisions=given(active)).logits, expected)
+    nobody = model(ids, execution=execution, decisions=given(torch.zeros_like(active))).logits
+    assert torch.equal(nobody, dense_like(model, skip=method.span)(ids).logits)
+
+
+def test_only_active_tokens_pay_for_the_width():
+    """By hand, over 16 keys: queries, keys and values, output, row, feed-forward; and both maps, in the first block."""
+    model, ids = span(width=64).eval(), tokens()
+    plain, first, second, third, _ = method_of(model).sites(TIME)
+    block = 2 * 64 * (3 * 32) + 2 * 32 * 64 + 4 * 32 * TIME + 2 * 2 * 64 * 96
+    assert (second.active, third.active) == (block, block)
+    assert first.active == block + 2 * 2 * 32 * 64
+    assert {site.always for site in (first, second, third)} == {0}
+    assert plain.active + plain.always == 2 * 32 * (3 * 32) + 2 * 32 * 32 + 4 * 32 * TIME + 2 * 2 * 32 * 48
+    active = some(ids)
+    nobody, few = (
+        count_flops(lambda chosen=chosen: model(ids, execution="sparse", decisions=given(chosen)))
+        for chosen in (torch.zeros_like(active), active)
+    )
+    n = active.sum(1)
+    fewer = 3 * 4 * 32 * int((n * (TIME - n)).sum())
+    assert few - nobody == int(n.sum()) * (3 * block + 2 * 2 * 32 * 64) - fewer
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"decide": "gain", "carry": "none", "draft": 0.5},
+        {"decide": "gain", "gain": "kl", "carry": "none", "bypass": True},
+        {"decide": "boundary", "carry": "smooth", "anneal": 0.5},
+    ],
+    ids=str,
+)
+def test_every_way_to_train_goes_through_the_width(knobs):
+    model, ids = span(MODERN, width=48, **knobs).train(), tokens()
+    out = model(ids[:, :-1], targets=ids[:, 1:])
+    (sum(out.losses.values()) + out.logits.square().mean()).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+    model.eval()
+    with torch.no_grad():
+        calibrate_on(model, ids, 0.4)
+        hard, sparse = (model(ids, execution=execution).logits for execution in ("hard", "sparse"))
+    assert close(sparse, hard)
+
+
+@torch.no_grad()
+def test_where_kernels_serve_a_span_of_another_width_is_packed(monkeypatch):
+    """Here the library stands in for kernels that would take all tokens of a small block."""
+    model, ids = span(width=64).eval(), tokens()
+    expected = model(ids, execution="sparse")
+    for name in ("skips_by_kernel", "launch_bound"):
+        monkeypatch.setattr(Block, name, lambda *_: True)
+    found = model(ids, execution="sparse")
+    assert close(found.logits, expected.logits)
+    assert found.trace.totals().flops == expected.trace.totals().flops
+    shape = replace(MODEL, d_model=64)
+    assert not build(RunConfig(model=shape, method=SpanConfig(width=64))).bfloat16().can_be_captured
+    assert build(RunConfig(model=shape, method=SpanConfig())).bfloat16().can_be_captured
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@
 The score s_t is the decider's (`span_deciders.py`). H~ are the active tokens of a sequence in their order and at their
 true positions: the blocks f_1 to f_n take them as a shorter sequence, gathered once and scattered once, and a token
 that skips the span leaves no keys and values in it (`keys` active). With `keys` all, everybody's are projected in every
-block, as a model that was trained without a span needs it; then rows are gathered in each block.
+block, as a model that was trained without a span needs it; then rows are gathered in each block. Blocks of a `width` of
+their own have a linear map before and after them, which only active tokens take, and the heads of the other blocks:
+u = leave(f_n(... f_1(enter(H~))) - enter(H~)).
 
 What a token gets of the updates, c_t, by `carry`: none, its own, or nothing where it skipped; last, the one of the last
 active token; smooth, z of that token, with z_t = p_t u_t + (1 - p_t) z_{t-1} over active tokens, p_1 = 1 and p the
@@ -20,12 +22,13 @@ are known beforehand: each sequence has `ROOM` times its share of rows, and the 
 Left open and decided here: thresholds that are given, such as decisions to be obeyed, hold for the first token too. A
 score weighs updates by sigmoid(s) unless they are smoothed, which weighs them already. On a GPU with kernels for the
 block nothing is packed, because how long a packed sequence is only the device knows: there each block works on the
-listed rows, as in Mixture-of-Depths.
+listed rows, as in Mixture-of-Depths. Blocks of another width are packed there, too.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +43,7 @@ from tokendepth.layers.norm import without_scale
 from tokendepth.methods.base import Dial, Method, annealed, blocks_of, divergence, everyone
 from tokendepth.methods.budget import CURVE, gain_target, quantile, threshold_for
 from tokendepth.methods.mod import Selected, among_site
+from tokendepth.methods.span_bypass import Bypass, rms
 from tokendepth.methods.span_deciders import (
     QUANTILE,
     Boundary,
@@ -59,8 +63,6 @@ from tokendepth.trace import Site
 
 ROOM = 1.5
 """Rows that a sequence has in the span while training, as a multiple of its share of tokens."""
-RIDGE = 1e-3
-"""Added to the mean square of what a bypass reads when it is fitted."""
 
 
 class Span(ExactBuffers, Method):
@@ -77,10 +79,18 @@ class Span(ExactBuffers, Method):
     def __init__(self, model: ModelConfig, config: SpanConfig) -> None:
         super().__init__(model, config)
         self.knobs, self.span = config, config.blocks(model.n_layer)
-        self.blocks = nn.ModuleList(Block(model, layer) for layer in range(model.n_layer))
+        inner = config.inner(model)
+        shapes = [inner if layer in self.span else model for layer in range(model.n_layer)]
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer, shape in enumerate(shapes))
         self.decider = make_decider(model, config)
         self.rule = WordEnds(model) if config.taught else None
         self.bypass = Bypass(model) if config.bypass else None
+        self.enter = self.leave = None
+        if config.width is not None:
+            self.enter = Linear(model.d_model, config.width, bias=False)
+            self.leave = Linear(config.width, model.d_model, bias=False)
+            initialise_residual(self.leave, model.n_layer)
+            self.skips_on_device = False  # rows are packed before they are mapped, and the host must know how many
         if config.replaced:
             _, replaced, _ = self._stages()
             for block in replaced:
@@ -127,6 +137,14 @@ class Span(ExactBuffers, Method):
         blocks, begin, end = blocks_of(self.blocks), self.span.start, self.span.stop
         return blocks[:begin], blocks[begin:end], blocks[end:]
 
+    def _taken(self, states: Tensor, ctx: Context, rows: Rows | None = None) -> Tensor:
+        """`states` after the span, of the tokens of `rows` (None: all). Sparse execution may overwrite them."""
+        (_, blocks, _), keys = self._stages(), "all" if rows is None else self.knobs.keys
+        if self.enter is None or self.leave is None:
+            return _through(blocks, states, ctx, rows, keys)
+        inner = self.enter(states).to(states.dtype)  # under autocast a product is rounded, and states are not
+        return states + self.leave(_through(blocks, ctx.spare(inner), ctx, rows, keys) - inner)
+
     def _seen(self, hidden: Tensor) -> Tensor:
         """What decider and bypass read."""
         _, (first, *_), _ = self._stages()
@@ -165,7 +183,7 @@ class Span(ExactBuffers, Method):
 
     def _execute(self, hidden: Tensor, ctx: Context, decision: Decision) -> tuple[Tensor, Tensor | None]:
         """The states after the span, unchanged where skipped; and how many keys fewer were attended over, if packed."""
-        (_, blocks, _), active = self._stages(), decision.active
+        (_, (first, *_), _), active = self._stages(), decision.active
         if self.knobs.keys == "active":
             count = active.sum(1)
             earlier = torch.zeros_like(count) if ctx.cache is None else ctx.cache.state("span length", like=count[0])
@@ -174,15 +192,11 @@ class Span(ExactBuffers, Method):
                 ctx.remember("span length", columns + 1)
                 writes = torch.where(active, columns, ctx.cache.capacity)
                 ctx = replace(ctx, columns=columns.clamp(min=0), writes=writes)
-            if ctx.execution == "sparse" and not blocks[0].skips_by_kernel(hidden):
+            if ctx.execution == "sparse" and (self.enter is not None or not first.skips_by_kernel(hidden)):
                 places = compact(active)
-                taken = take(hidden, places)
-                rows = _through(blocks, taken, ctx.gathered(active, places, columns, lengths))
+                rows = self._taken(take(hidden, places), ctx.gathered(active, places, columns, lengths))
                 return put(hidden, places, rows), ctx.key_count(hidden.shape[1]) - lengths
-        state = ctx.spare(hidden)
-        for block in blocks:
-            state = block(state, ctx, Rows(active, decision), keys=self.knobs.keys)
-        return state, None
+        return self._taken(ctx.spare(hidden), ctx, Rows(active, decision)), None
 
     @torch.no_grad()
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
@@ -196,12 +210,12 @@ class Span(ExactBuffers, Method):
     def fit(self, parts: Iterable[Tensor], ctx: Context) -> None:
         if self.bypass is None:
             return
-        before, span, _ = self._stages()
+        before, _, _ = self._stages()
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for part in parts:
                 hidden = _through(before, part, ctx)
-                update = _through(span, hidden, ctx) - hidden
+                update = self._taken(hidden, ctx) - hidden
                 yield self._seen(hidden).flatten(0, 1), (update / rms(hidden)).flatten(0, 1)
 
         self.bypass.fit(pairs())
@@ -223,9 +237,8 @@ class Span(ExactBuffers, Method):
         chosen = self._chosen(ranked, threshold, ctx)
         active = chosen.as_mask(ranked).bool()
         if self.knobs.keys == "active":
-            taken = chosen.take(hidden)
             # The active ones stand first, so that causal attention alone keeps from them what fills up the rows.
-            rows = _through(blocks, taken, replace(chosen.context(ctx), valid=None))
+            rows = self._taken(chosen.take(hidden), replace(chosen.context(ctx), valid=None))
             return self._bypassed(chosen.put(hidden, rows), passed_by, active), active
         batch, time = active.shape
         places = (chosen.places + time * torch.arange(batch, device=active.device)[:, None]).flatten()
@@ -264,9 +277,9 @@ class Span(ExactBuffers, Method):
         Half of the tokens skip at a time: in a draft, too, tokens that skip attend over others that did not.
         """
         assert ctx.readout is not None
-        _, span, after = self._stages()
+        _, _, after = self._stages()
         with torch.no_grad():
-            taken = _through(span, hidden, ctx)
+            taken = self._taken(hidden, ctx)
             full = ctx.readout(_through(after, taken, ctx))
         skips = torch.rand(hidden.shape[:2], device=hidden.device) < 0.5
         drafted = ctx.readout(_through(after, torch.where(skips[..., None], passed_by, taken), ctx))
@@ -297,7 +310,7 @@ class Span(ExactBuffers, Method):
         readout, targets = ctx.readout, ctx.targets
         assert readout is not None
         assert targets is not None
-        _, span, after = self._stages()
+        _, _, after = self._stages()
 
         def read(state: Tensor) -> Tensor:
             return readout(_through(after, state, ctx)).float()
@@ -308,7 +321,7 @@ class Span(ExactBuffers, Method):
         skipped = read(passed_by)
         if self.knobs.gain == "teacher" and ctx.teacher is not None:
             return divergence(ctx.teacher, skipped)
-        taken = read(_through(span, hidden, ctx))
+        taken = read(self._taken(hidden, ctx))
         return loss(skipped) - loss(taken) if self.knobs.gain == "loss" else divergence(taken, skipped)
 
     # -- what others ask
@@ -323,13 +336,19 @@ class Span(ExactBuffers, Method):
                 sites.append(block.site(name, keys, routed=True, router=router))
             else:
                 site = among_site(block, name, keys, router=router)
-                sites.append(replace(site, per_key=block.attention.key_flops))
+                mapped = self._width_flops if n == self.span.start else 0
+                sites.append(replace(site, active=site.active + mapped, per_key=block.attention.key_flops))
         return tuple(sites)
 
     @property
     def _entry_flops(self) -> int:
         """Of one token, before the span: it decides, and takes the bypass, for every token since that is no slower."""
         return self.decider.flops + (0 if self.bypass is None else self.bypass.flops)
+
+    @property
+    def _width_flops(self) -> int:
+        """Of one active token: into the width of the span, and back."""
+        return 2 * sum(part.weight.numel() for part in (self.enter, self.leave) if part is not None)
 
     def routers(self) -> list[nn.Module]:
         return self.decider.routers()
@@ -355,42 +374,15 @@ class Span(ExactBuffers, Method):
         self.threshold.fill_(values[0])
 
 
-class Bypass(nn.Module):
-    """What a token that skips gets instead of the span: its normalised state, mapped, as large as the state was."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        self.map = Linear(model.d_model, model.d_model, bias=False)
-        initialise_residual(self.map, model.n_layer)
-
-    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
-        """`x` is `hidden`, normalised."""
-        return self.map(x) * rms(hidden).to(x.dtype)
-
-    @torch.no_grad()
-    def fit(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Least squares over tokens, each `[tokens, d]`: what was read, and the update, as a share of the state."""
-        weight, width = self.map.weight, self.map.in_features
-        squares, products = (weight.new_zeros(width, width, dtype=torch.float64) for _ in range(2))
-        for x, update in pairs:
-            squares += x.double().T @ x.double()
-            products += x.double().T @ update.double()
-        squares += RIDGE * squares.trace() / width * torch.eye(width, dtype=torch.float64, device=squares.device)
-        weight.copy_(torch.linalg.solve(squares, products).T)
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.map.weight.numel()
-
-
-def rms(hidden: Tensor) -> Tensor:
-    """`[..., d] -> [..., 1]`"""
-    return hidden.float().square().mean(-1, keepdim=True).sqrt()
-
-
-def _through(blocks: Iterable[Block], hidden: Tensor, ctx: Context) -> Tensor:
+def _through(
+    blocks: Iterable[Block],
+    hidden: Tensor,
+    ctx: Context,
+    rows: Rows | None = None,
+    keys: Literal["all", "active"] = "all",
+) -> Tensor:
     for block in blocks:
-        hidden = block(hidden, ctx)
+        hidden = block(hidden, ctx, rows, keys)
     return hidden
 
 
