@@ -24,7 +24,7 @@ from tokendepth.methods.base import divergence
 from tokendepth.methods.budget import gain_target
 from tokendepth.methods.span import ROOM, Span
 from tokendepth.methods.span_bypass import Bypass
-from tokendepth.methods.span_deciders import Boundary, Entropy, WordEnds, carry_on, ends_word, ratio_loss, taught_loss
+from tokendepth.methods.span_deciders import Boundary, Entropy, WordEnds, ends_word, ratio_loss, taught_loss
 from tokendepth.model import Block, LanguageModel
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
@@ -161,27 +161,6 @@ def test_rotary_positions_are_the_true_ones():
         assert close(sparse, hard)
         found.append(hard[0, places[1]])
     assert not close(found[0], found[1])
-
-
-def test_carried_updates_by_hand():
-    """c_t = fresh_t + keep_t c_{t-1}."""
-    fresh = torch.tensor([[[1.0], [0.0], [4.0], [0.0], [8.0]]])
-    keep = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.25]])
-    assert carry_on(fresh, keep).flatten().tolist() == [1, 1, 4, 4, 9]
-    assert carry_on(fresh, keep, torch.tensor([[2.0]])).flatten().tolist() == [3, 3, 4, 4, 9]
-    assert carry_on(fresh[:, :1], keep[:, :1], torch.tensor([[2.0]])).flatten().tolist() == [3]
-
-
-@pytest.mark.parametrize("time", [1, 2, 7, 8, 33])
-def test_carried_updates_are_those_of_a_loop(time):
-    rng = torch.Generator().manual_seed(time)
-    fresh, keep = torch.randn(2, time, 3, generator=rng).double(), torch.rand(2, time, generator=rng).double()
-    last, expected = torch.randn(2, 3, generator=rng).double(), []
-    carried = last
-    for t in range(time):
-        carried = fresh[:, t] + keep[:, t, None] * carried
-        expected.append(carried)
-    torch.testing.assert_close(carry_on(fresh, keep, last), torch.stack(expected, 1))
 
 
 @torch.no_grad()

@@ -51,12 +51,12 @@ from tokendepth.methods.span_deciders import (
     Entropy,
     Gain,
     WordEnds,
-    carry_on,
     make_decider,
     ratio_loss,
     taught_loss,
 )
 from tokendepth.model import Block, MethodOutput
+from tokendepth.ops.carry_on import carry_on
 from tokendepth.ops.decide import Decision, decide
 from tokendepth.ops.rows import ChosenRows, compact, put, take
 from tokendepth.trace import Site

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tokendepth.config import ModelConfig, SpanConfig
 from tokendepth.context import Context
 from tokendepth.layers.routers import Router
+from tokendepth.ops.carry_on import carry_on
 
 SURE = 1e-3
 """Boundaries that are taught need not be surer than by this much."""
@@ -213,16 +214,3 @@ def taught_loss(p: Tensor, ends: Tensor, ctx: Context) -> Tensor:
     assert ctx.positions is not None
     wanted, bounded = torch.where(ctx.positions == 0, 1.0, ends), p.clamp(SURE, 1 - SURE)
     return ctx.mean(-(wanted * bounded.log() + (1 - wanted) * (1 - bounded).log()))
-
-
-def carry_on(fresh: Tensor, keep: Tensor, before: Tensor | None = None) -> Tensor:
-    """c_t = fresh_t + keep_t c_{t-1} for `fresh` `[batch, time, d]` and `keep` `[batch, time]`; c_0 is `before`, or 0.
-
-    Over distances of 1, 2, 4, ... tokens: log2(time) passes instead of a step for every token.
-    """
-    keep, distance = keep[..., None].to(fresh.dtype), 1
-    while distance < fresh.shape[1]:
-        fresh = torch.cat([fresh[:, :distance], fresh[:, distance:] + keep[:, distance:] * fresh[:, :-distance]], 1)
-        keep = torch.cat([keep[:, :distance], keep[:, distance:] * keep[:, :-distance]], 1)
-        distance *= 2
-    return fresh if before is None else fresh + keep * before[:, None]

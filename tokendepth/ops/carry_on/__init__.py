@@ -1,0 +1,27 @@
+"""What is carried on from token to token: `c_t = fresh_t + keep_t c_{t-1}`."""
+
+from torch import Tensor
+
+from tokendepth.ops.carry_on.eager import eager
+from tokendepth.ops.launch import has_triton, unknown_backend
+
+__all__ = ["carry_on"]
+
+
+def carry_on(fresh: Tensor, keep: Tensor, before: Tensor | None = None, backend: str = "auto") -> Tensor:
+    """fresh: `[batch, time, d]`. keep: `[batch, time]`, numbers or decisions. before: `[batch, d]`, c_0; None: 0.
+
+    `auto` is the kernel on a GPU, and `eager` otherwise and for a single token. The kernel has no gradient of `before`.
+    """
+    if backend == "auto":
+        needs_all = before is not None and before.requires_grad
+        backend = "kernel" if fresh.is_cuda and fresh.shape[1] > 1 and has_triton() and not needs_all else "eager"
+    if backend == "kernel":
+        from tokendepth.ops.carry_on.kernel import kernel as run
+    elif backend == "eager":
+        run = eager
+    elif backend == "reference":
+        from tokendepth.ops.carry_on.reference import reference as run
+    else:
+        raise unknown_backend(backend)
+    return run(fresh, keep, before)
