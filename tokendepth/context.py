@@ -106,12 +106,18 @@ class Context:
             rotation = cos.gather(1, index), sin.gather(1, index)
         return replace(self, valid=valid, counted=counted, rotation=rotation, columns=places)
 
-    def gathered(self, active: Tensor, places: Tensor, columns: Tensor, lengths: Tensor) -> "Context":
+    def gathered(
+        self, active: Tensor, places: Tensor, columns: Tensor, lengths: Tensor, *, spare: bool = False
+    ) -> "Context":
         """The context of the active tokens alone, at `places`, as the rows `[n, d]` of concatenated sequences.
 
         columns: `[batch, time]`, a token's index among the active tokens of its sequence, `lengths` `[batch]` so far.
+        spare: there may be more places than active tokens; the rest make a sequence of their own, which nobody reads.
         """
-        varlen = Varlen(active.sum(1), lengths, places // active.shape[1], take(columns, places))
+        counts, time = active.sum(1), active.shape[1]
+        if spare:
+            counts = lengths = torch.cat([counts, len(places) - counts.sum(0, keepdim=True)])
+        varlen = Varlen(counts, lengths, places // time, take(columns, places), time)
         rotation = self.rotation
         if rotation is not None:
             cos, sin = (take(part.expand(len(active), -1, -1), places) for part in rotation)

@@ -5,10 +5,10 @@ in float64: 6e-8 a term and sums of at most 20 terms, so 1e-5 is.
 """
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tokendepth.measure.flops import count_flops
 from tokendepth.ops.varlen_attention import eager as eager_module
@@ -31,7 +31,7 @@ def _way(request, monkeypatch):
     monkeypatch.setattr(eager_module, "_launches_cost", lambda q: request.param == "padded")
 
 
-def inputs(counts: tuple[int, ...], heads: tuple[int, int], cached: bool) -> tuple[Tensor, ...]:
+def inputs(counts: tuple[int, ...], heads: tuple[int, int], cached: bool) -> tuple[Any, ...]:
     """In float64. A cache has more columns than there are keys, and what is behind them is not to be seen."""
     rng = torch.Generator().manual_seed(sum(counts) + sum(heads))
     rows, width = sum(counts), 5
@@ -39,12 +39,12 @@ def inputs(counts: tuple[int, ...], heads: tuple[int, int], cached: bool) -> tup
     lengths = torch.tensor(counts)
     if not cached:
         k, v = torch.randn(2, rows, heads[1], width, generator=rng, dtype=torch.float64)
-        return q, k, v, torch.tensor(counts), lengths
+        return q, k, v, torch.tensor(counts), lengths, max(counts)
     lengths = lengths + torch.tensor(EARLIER[: len(counts)])
     k, v = torch.randn(2, len(counts), heads[1], 20, width, generator=rng, dtype=torch.float64)
     for b, length in enumerate(lengths.tolist()):
         k[b, :, length:], v[b, :, length:] = 1e3, 1e6
-    return q, k, v, torch.tensor(counts), lengths
+    return q, k, v, torch.tensor(counts), lengths, max(counts)
 
 
 @each_counts
@@ -67,7 +67,7 @@ def test_a_row_by_hand():
     k = torch.tensor([[[9.0]], [[0.0]], [[2.0]]])
     v = torch.tensor([[[100.0]], [[1.0]], [[3.0]]])
     q = torch.tensor([[[1.0]], [[1.0]], [[1.0]]])
-    out = varlen_attention(q, k, v, torch.tensor([1, 2]), torch.tensor([1, 2])).flatten()
+    out = varlen_attention(q, k, v, torch.tensor([1, 2]), torch.tensor([1, 2]), 2).flatten()
     weight = 1 / (1 + torch.tensor(2.0).exp())  # of the first: exp(0) / (exp(0) + exp(2))
     torch.testing.assert_close(out, torch.stack([v[0, 0, 0], v[1, 0, 0], 3 - 2 * weight]))
 

@@ -26,7 +26,7 @@ listed rows, as in Mixture-of-Depths. Blocks of another width are packed there, 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -58,7 +58,7 @@ from tokendepth.methods.span_deciders import (
 from tokendepth.model import Block, MethodOutput
 from tokendepth.ops.carry_on import carry_on
 from tokendepth.ops.decide import Decision, decide
-from tokendepth.ops.rows import ChosenRows, compact, put, take
+from tokendepth.ops.rows import ChosenRows, compact, first_places, put, put_active, take
 from tokendepth.trace import Site
 
 ROOM = 1.5
@@ -75,6 +75,8 @@ class Span(ExactBuffers, Method):
     """The share of tokens that skips while training; with `anneal` it rises from 0."""
     told: Tensor
     """1 while the ends of words decide and boundaries are taught by them, then 0."""
+    room: Callable[[Tensor], int] | None = None
+    """Asked how many rows a packed sequence of so many active tokens has: as many, or more. None: as many."""
 
     def __init__(self, model: ModelConfig, config: SpanConfig) -> None:
         super().__init__(model, config)
@@ -192,10 +194,13 @@ class Span(ExactBuffers, Method):
                 ctx.remember("span length", columns + 1)
                 writes = torch.where(active, columns, ctx.cache.capacity)
                 ctx = replace(ctx, columns=columns.clamp(min=0), writes=writes)
-            if ctx.execution == "sparse" and (self.enter is not None or not first.skips_by_kernel(hidden)):
-                places = compact(active)
-                rows = self._taken(take(hidden, places), ctx.gathered(active, places, columns, lengths))
-                return put(hidden, places, rows), ctx.key_count(hidden.shape[1]) - lengths
+            room = self.room if ctx.cache is None else None
+            if ctx.execution == "sparse" and (room or self.enter is not None or not first.skips_by_kernel(hidden)):
+                places = first_places(active, decision.listed, room(active.sum())) if room else compact(active)
+                inside = ctx.gathered(active, places, columns, lengths, spare=room is not None)
+                rows = self._taken(take(hidden, places), inside)
+                state = put_active(hidden, active, rows) if room else put(hidden, places, rows)
+                return state, ctx.key_count(hidden.shape[1]) - lengths
         return self._taken(ctx.spare(hidden), ctx, Rows(active, decision)), None
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 from tokendepth.ops.launch import serves, unknown_backend
 from tokendepth.ops.rows.eager import eager as compact
 
-__all__ = ["ChosenRows", "Listed", "compact", "product_of_rows", "put", "take"]
+__all__ = ["ChosenRows", "Listed", "compact", "first_places", "product_of_rows", "put", "put_active", "take"]
 
 
 class Listed(NamedTuple):
@@ -33,6 +33,19 @@ def take(x: Tensor, places: Tensor) -> Tensor:
 def put(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
     """`x` `[batch, time, d]` with `values` `[n, d]` in the place of the listed rows."""
     return x.flatten(0, 1).index_copy(0, places, values).view_as(x)
+
+
+def first_places(active: Tensor, listed: Listed | None, count: int) -> Tensor:
+    """As many places as `count`: those of the active tokens, as `compact` lists them, and then any."""
+    if listed is None:
+        return torch.nonzero_static(active.flatten(), size=count, fill_value=0).squeeze(1)
+    return listed.places[:count].clamp(0, active.numel() - 1).long()  # what follows the active ones was never written
+
+
+def put_active(x: Tensor, active: Tensor, values: Tensor) -> Tensor:
+    """`x` `[batch, time, d]` with the first of `values` `[n, d]` in the place of the active tokens, in their order."""
+    row = (active.flatten().cumsum(0) - 1).clamp(min=0)
+    return torch.where(active[..., None], values.index_select(0, row).view_as(x), x)
 
 
 def product_of_rows(

@@ -20,3 +20,5 @@ class Varlen(NamedTuple):
     """`[n]`: which sequence each row is of."""
     columns: Tensor
     """`[n]`: where it stands in that sequence."""
+    longest: int
+    """No sequence has more rows, as far as is known without asking the device."""

@@ -2,19 +2,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokendepth.ops.launch import compiles_inference
+from tokendepth.ops.launch import LOW_PRECISION, compiles_inference
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
-    """As `reference`, by library calls: on a CPU one per sequence, on a GPU one for all, padded to the longest."""
+def eager(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    """As `reference`, by library calls: on a CPU one per sequence, on a GPU one for all.
+
+    That one is flash attention for rows in low precision, which asks the device for nothing, and else padded.
+    """
     attend = torch.ops.tokendepth.varlen_attention if compiles_inference() else _attend
-    return attend(q, k, v, counts, lengths)
+    return attend(q, k, v, counts, lengths, longest)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor, longest: int) -> Tensor:
     if not len(q):
         return torch.empty_like(q)
+    if _flash_serves(q, k):
+        starts = F.pad(counts.cumsum(0), (1, 0)).int()
+        return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, longest, longest, 0.0, True, False)[0]
     return (_padded if _launches_cost(q) else _by_sequence)(q, k, v, counts, lengths)
+
+
+def _flash_serves(q: Tensor, k: Tensor) -> bool:
+    return q.is_cuda and q.dtype in LOW_PRECISION and k.dim() == 3 and q.shape[2] % 8 == 0
 
 
 def _launches_cost(q: Tensor) -> bool:
@@ -62,6 +72,6 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) ->
 
 # One opaque op to a compiler, since its lengths are known only at run time.
 _library = torch.library.Library("tokendepth", "FRAGMENT")
-_library.define("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor counts, Tensor lengths) -> Tensor")
+_library.define("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor counts, Tensor lengths, int longest) -> Tensor")
 _library.impl("varlen_attention", _attend, "CompositeExplicitAutograd")
 torch.library.register_fake("tokendepth::varlen_attention", lambda q, *_: q.new_empty(q.shape), lib=_library)

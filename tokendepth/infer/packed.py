@@ -1,0 +1,118 @@
+"""Whole sequences through a span at library speed: the tokens that take it are packed, on a GPU too.
+
+How many take it only the device knows. One number is therefore asked of it in the middle of a pass, which is two CUDA
+graphs: up to the decision, and from there on, with room for so many rows. Rows that are too many are computed and read
+by nobody; sizes of the room are a step apart, so that few graphs serve all texts.
+"""
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tokendepth.methods.span import Span
+from tokendepth.model import LanguageModel, Output
+
+STEPS, TILE = 32, 128
+"""The room grows by a 32nd of the tokens, in whole tiles of the library's products."""
+
+
+def packs(model: LanguageModel) -> bool:
+    """Whether what takes the span of this model can be packed: nobody else's keys are wanted there."""
+    method = model.method
+    return isinstance(method, Span) and method.knobs.keys == "active" and not method.knobs.replaced
+
+
+@dataclass(frozen=True)
+class _Graphs:
+    until_decided: torch.cuda.CUDAGraph
+    from_there: torch.cuda.CUDAGraph
+    count: Tensor
+    found: Output
+
+
+class PackedPass:
+    """Sparse passes over sequences of one shape, without a cache or a gradient.
+
+    `forward` is the model itself or what a compiler made of it; `given` goes to it with every call. What a call returns
+    is overwritten by the next one.
+    """
+
+    def __init__(self, model: LanguageModel, ids: Tensor, forward: Callable[..., Output], **given: Tensor) -> None:
+        assert packs(model)
+        self._method, self._forward, self._given = cast(Span, model.method), forward, given
+        self._ids, tokens = ids.clone(), ids.numel()
+        self._step = TILE * math.ceil(tokens / STEPS / TILE)
+        self._room = self.room_for(math.ceil(self._method.knobs.budget * tokens))
+        self._graphs: dict[int, _Graphs] = {}
+        self._capturing: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+        self._pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None
+        # One object for all passes: a compiler compiles again for another.
+        self._asked = cast(Callable[[Tensor], int], torch.compiler.disable(self._between))
+
+    def room_for(self, count: int) -> int:
+        return self._step * max(1, math.ceil(count / self._step))
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor | None = None) -> Output:
+        if ids is not None:
+            self._ids.copy_(ids)
+        if not self._ids.is_cuda:
+            return self._run()
+        graphs = self._decided()
+        wanted = self.room_for(int(graphs.count))
+        if wanted != self._room:
+            self._room = wanted
+            graphs = self._decided()
+        graphs.from_there.replay()
+        return graphs.found
+
+    def _run(self) -> Output:
+        self._method.room = self._asked
+        try:
+            return self._forward(self._ids, execution="sparse", **self._given)
+        finally:
+            self._method.room = None
+
+    def _between(self, count: Tensor) -> int:
+        """Asked in the middle of a pass: how much room there is for `count` rows."""
+        if not count.is_cuda:
+            return self.room_for(int(count))
+        if self._capturing is not None:
+            first, second = self._capturing
+            self._count = count
+            first.capture_end()
+            second.capture_begin(pool=self._pool)
+        return self._room
+
+    def _decided(self) -> _Graphs:
+        """The graphs with the present room, the first of them run."""
+        if self._room not in self._graphs:
+            self._graphs[self._room] = self._captured()
+        graphs = self._graphs[self._room]
+        graphs.until_decided.replay()
+        return graphs
+
+    def _captured(self) -> _Graphs:
+        first, second = graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # compiles; lazy initialisations must not be captured
+                self._run()
+            torch.cuda.synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+            self._capturing = graphs
+            try:
+                first.capture_begin(pool=self._pool)
+                found = self._run()
+                second.capture_end()
+            finally:
+                self._capturing = None
+        torch.cuda.current_stream().wait_stream(side)
+        return _Graphs(first, second, self._count, found)
