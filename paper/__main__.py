@@ -307,6 +307,8 @@ class Passes:
     """A contender to time beside the dense models, such as budget; may be given several times."""
     batches: str = "1,8,64"
     """Batch sizes, with commas between them."""
+    scale: str = ""
+    """Of models of this scale of `spans`, such as "width 512"; by default those of `depth`."""
     quick: bool = False
     """Of a miniature: how it works, not what comes out."""
     out: Path = Path("runs/depth")
@@ -319,9 +321,11 @@ class Passes:
     def __call__(self) -> None:
         with Progress(LOADING):
             from paper.passes import passes
+            from paper.spans import scale_of
             from tokendepth.bench.forward import parse_batches
 
-        _tell_of_depth(self, lambda **how: passes(**{**how, "batches": parse_batches(self.batches)}))
+        given = {"batches": parse_batches(self.batches), "scale": scale_of(self.scale)}
+        _tell_of_depth(self, lambda **how: passes(**{**how, **given}))
 
 
 def _tell_of_depth(command: "Search | Depth | Spans | Times | Passes", study: "Callable[..., grid.Progress]") -> None:

@@ -64,8 +64,9 @@ def document(results: Path, figures: dict[str, str], *, quick: bool = False) -> 
         figures.get("training", ""),
         f"## At equal training time\n\n{timed(found, made)}",
         figures.get("time", ""),
-        f"## At equal loss\n\n{at_equal_loss(found, made, results)}",
+        f"## At equal loss\n\n{at_equal_loss(found, made, results, quick=quick)}",
         f"## Whether the gap grows\n\n{grows(results, quick=quick)}",
+        f"## Which width the span wants\n\n{inner_width(results, quick=quick)}",
         f"## How to read the tables\n\n{NOTES}",
     ]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
@@ -169,28 +170,30 @@ def timed(found: Outcomes, made: list[Entry]) -> str:
     return table(["setting", "loss", "dense, same time", "difference", "", "ms per training step"], rows)
 
 
-def at_equal_loss(found: Outcomes, made: list[Entry], results: Path) -> str:
+def at_equal_loss(found: Outcomes, made: list[Entry], results: Path, *, quick: bool = False) -> str:
     """What the loss of a contender costs to run, as a multiple of what dense models of that loss take."""
     timed = pass_times(results)
     places = sorted({place for times in timed.values() for place in times})
-    titles = ["setting", "loss", "K/V bytes", *(f"time, {device}, batch {batch}" for device, batch in places)]
+    titles = ["scale", "setting", "loss", "K/V bytes", *(f"time, {device}, batch {batch}" for device, batch in places)]
     rows = []
-    for entry in made:
-        loss = found.stat(entry.setting, "loss")
-        if entry.setting.method == "dense" or loss is None:
-            continue
-        cells = [_ratio(found, entry, made, _kept(found))]
-        for place in places:
-            costs = {e.setting: timed.get(same_work(e.config), {}).get(place) for e in made}
-            cells.append(_ratio(found, entry, made, costs.get))
-        rows.append([entry.setting.title, show(loss), *cells])
+    others = {scale.title: spans.outcomes_at(results, scale, quick=quick) for scale in spans.SCALES[1:]}
+    for scale, (ran, entered) in ({spans.BASE.title: (found, made)} | others).items():
+        for entry in entered:
+            loss = ran.stat(entry.setting, "loss")
+            if entry.setting.method == "dense" or loss is None:
+                continue
+            cells = [_ratio(ran, entry, entered, _kept(ran))]
+            for place in places:
+                costs = {e.setting: timed.get(same_work(e.config), {}).get(place) for e in entered}
+                cells.append(_ratio(ran, entry, entered, costs.get))
+            rows.append([scale, entry.setting.title, show(_per_byte(ran, entry, loss)), *cells])
     words = (
         "What each model takes to run, over what dense models of its own loss take (on the straight line between the "
         "nearest two; below 1 is less than theirs): keys and values in the cache, and the time of a forward pass "
-        "executed on the device that is named, the fastest of eager and compiled, on a GPU as one graph in bfloat16. "
-        "`outside`: no two dense models lie around that loss."
+        "executed on the device that is named, the fastest of eager and compiled, on a GPU in bfloat16 and as one CUDA "
+        "graph, or two around a span that is packed. `outside`: no two dense models lie around that loss."
     )
-    return f"{wrapped(words)}\n\n{table(titles, rows)}"
+    return f"{wrapped(words)}\n\n{table(titles, rows, words=2)}"
 
 
 def pass_times(results: Path) -> dict[str, dict[tuple[str, int], float]]:
@@ -218,24 +221,44 @@ def _ratio(found: Outcomes, entry: Entry, made: list[Entry], cost: Callable[[Set
     return OUTSIDE if reached == OUTSIDE else f"{mine / float(reached):.2f}"
 
 
+BESIDE = ["setting", "loss", "dense, same FLOPs", "difference", "", "by full rows", "FLOPs"]
+
+
+def _rows_beside(found: Outcomes, made: list[Entry]) -> list[list[str]]:
+    """Of what has run."""
+    rows = []
+    for entry in made:
+        loss, flops = found.stat(entry.setting, "loss"), found.stat(entry.setting, "flops_per_token")
+        if loss and flops:
+            beside = _beside(found, entry, "flops_per_token", _bytes_per_token(found, entry))
+            cells = [show(_per_byte(found, entry, loss)), *beside, _by_full_rows(found, entry)]
+            rows.append([entry.setting.title, *cells, f"{flops.mean:,.0f}"])
+    return rows
+
+
+def inner_width(results: Path, *, quick: bool = False) -> str:
+    words = (
+        "The span by a rule on the text, with blocks of other widths: a linear map leads into the span, and another "
+        "one out of it, and its blocks keep their heads. The first has the maps alone, as a control."
+    )
+    found, made = spans.outcomes_of_widths(results, quick=quick)
+    rows = _rows_beside(found, [entry for entry in made if entry.setting.method == spans.RULE])
+    return f"{wrapped(words)}\n\n{table(BESIDE, rows)}"
+
+
 def grows(results: Path, *, quick: bool = False) -> str:
     rows = []
     for scale in spans.SCALES:
         found, made = spans.outcomes_at(results, scale, quick=quick)
-        for entry in made:
-            loss, flops = found.stat(entry.setting, "loss"), found.stat(entry.setting, "flops_per_token")
-            if loss and flops:
-                size = _bytes_per_token(found, entry)
-                per_byte = Stat(tuple(value / size for value in loss.values))
-                cells = [*_beside(found, entry, "flops_per_token", size), _by_full_rows(found, entry)]
-                rows.append([scale.title, entry.setting.title, show(per_byte), *cells, f"{flops.mean:,.0f}"])
-    titles = ["scale", "setting", "loss", "dense, same FLOPs", "difference", "", "by full rows", "FLOPs"]
+        rows += [[scale.title, *row] for row in _rows_beside(found, made)]
+    titles = ["scale", *BESIDE]
     gain = spans.gain_of_doubling(results, quick=quick)
     words = (
-        "Span routing by a rule and by the best learned decider of the search, and the best method that decides block "
-        "by block, beside dense models with 4, 6 and 8 layers of each scale; rates as searched at width 256, times 256 "
-        "/ width. With BPE the rule takes the tokens that begin a word, signs and spaces, and the learned decider gets "
-        f"that share as its budget, {spans.BPE.budget:g}. Losses are in nats per byte at every scale. But BPE is "
+        "Span routing by a rule and by those learned deciders that did best in the search and at full length, on "
+        "validation text, and the best method that decides block by block, beside dense models with 4, 6 and 8 layers "
+        "of each scale; rates as searched at width 256, times 256 / width. With BPE the rule takes the tokens that "
+        "begin a word, signs and spaces, and learned deciders get that share as their budget, "
+        f"{spans.BPE.budget:g}. Losses are in nats per byte at every scale. But BPE is "
         "trained and evaluated on as many tokens as bytes are, so on nearly three times the text (its training reads "
         "all of it twice), and its output head, which is in the FLOPs, costs a little more than a layer: across scales "
         "only differences compare."
@@ -251,6 +274,11 @@ def _bytes_per_token(found: Outcomes, entry: Entry) -> float:
         return 1.0
     sparse = (found.first_row(entry.setting) or {})["evaluation"]["sparse"]
     return BITS * sparse["loss"] / sparse["bits_per_byte"]
+
+
+def _per_byte(found: Outcomes, entry: Entry, loss: Stat) -> Stat:
+    size = _bytes_per_token(found, entry)
+    return Stat(tuple(value / size for value in loss.values))
 
 
 def _by_full_rows(found: Outcomes, entry: Entry) -> str:

@@ -2,7 +2,7 @@
 
 On validation text. Dense models need no weights for it, nor does a rule; all others decide by the routers in the run
 folder of their first seed. Skipping is checked against masking before it is timed; all take turns, so that drift hits
-all alike.
+all alike. On a GPU a pass is one CUDA graph; of a span that is packed, two, with the question between them.
 
     from paper.passes import passes
     passes(only=("budget", "mod"))          # nothing else may run on the device meanwhile
@@ -19,11 +19,13 @@ from torch import Tensor
 from paper.depth import PASSES, Entry, check_names, entries
 from paper.grid import Progress as Done
 from paper.search import Search
+from paper.spans import BASE, Scale, at_scale
 from tokendepth import data
 from tokendepth.bench.forward import as_served, check_equal
 from tokendepth.config import DenseConfig, SpanConfig, to_dict
 from tokendepth.errors import UserError
 from tokendepth.infer.compile import compiled
+from tokendepth.infer.packed import PackedPass, packs
 from tokendepth.measure.clock import WARM_UP, captured, interleaved, quartiles
 from tokendepth.measure.evaluate import load_model
 from tokendepth.methods import build
@@ -53,14 +55,16 @@ def passes(
     only: tuple[str, ...] = (),
     batches: tuple[int, ...] = BATCHES,
     out: Path = Path("runs/depth"),
+    scale: Scale = BASE,
     quick: bool = False,
     results: Path = Path("results"),
     device: str = "auto",
     show: bool = True,
 ) -> Done:
-    """A row for every dense model and every contender of `only` at each batch size."""
+    """A row for every dense model and every contender of `only` at each batch size, of models of one scale."""
     check_names(only)
-    where, found = choose_device(device), entries(Search.read(results, quick=quick), quick=quick)
+    where, search = choose_device(device), Search.read(results, quick=quick)
+    found = entries(search, quick=quick) if scale == BASE else at_scale(results, scale, quick=quick)
     dense = [entry for entry in found if entry.setting.method == "dense"]
     routed = [entry for entry in found if entry.setting.method in only]
     if missing := next((name for name in only if name not in {entry.setting.method for entry in routed}), None):
@@ -111,10 +115,13 @@ def _model(entry: Entry, out: Path, spellings: Sequence[bytes]) -> LanguageModel
 
 def _ways(model: LanguageModel, ids: Tensor, execution: str, **forced: Tensor) -> dict[str, Condition]:
     fast = compiled(model)
-    return {
+    ways: dict[str, Condition] = {
         "eager": lambda: model(ids, execution=execution, **forced),
         "compiled": lambda: fast(ids, execution=execution, **forced),
     }
+    if execution == "sparse" and ids.is_cuda and packs(model):
+        ways["packed"] = PackedPass(model, ids, fast, **forced)
+    return ways
 
 
 @torch.no_grad()
@@ -124,7 +131,8 @@ def _timed(ways: list[Timed], batch: int, device: torch.device) -> list[Row]:
     with Progress(f"batch {batch}: compiling", len(ways), unit="ways") as progress:
         captures = {}
         for number, way in enumerate(ways):
-            captures[number] = captured(way.run, device, pool=pool)
+            whole = isinstance(way.run, PackedPass)  # it has graphs of its own
+            captures[number] = way.run if whole else captured(way.run, device, pool=pool)
             captures[number]()
             progress.advance()
     repeats = REPEATS[device.type]

@@ -1,9 +1,10 @@
 """Whether the gap between routed and dense models grows: with training, with context, with width; and holds for BPE.
 
 Nothing is searched again. At each scale dense models with 4, 6 and 8 layers stand beside span routing by a rule, by
-that learned decider which did best in the search, and beside that method which did best of all that route block by
-block; rates are those of the search, times 256 / width. Sequences of a batch are fewer where they are longer, so that a
-step has as many tokens everywhere. BPE tells whether a span pays where tokens are words, or parts of them, already.
+those learned deciders which did best in the search and at full length, on validation text, and beside that method which
+did best of all that route block by block; rates are those of the search, times 256 / width. Sequences of a batch are
+fewer where they are longer, so that a step has as many tokens everywhere. BPE tells whether a span pays where tokens
+are words, or parts of them, already. And the rule's span with blocks of other widths tells which width they want.
 
     from paper.spans import spans
     spans(max_minutes=9)                    # repeat it until nothing is left
@@ -12,18 +13,21 @@ step has as many tokens everywhere. BPE tells whether a span pays where tokens a
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 from paper import contenders
 from paper.contenders import DATA, LONG, MODEL, WARM_UP, miniature
 from paper.depth import ROWS as BASE_ROWS
 from paper.depth import SEEDS, Entry, entries, fill_on_test, outcomes_of
-from paper.grid import Deadline, Progress, missing
+from paper.evidence import by_experiment
+from paper.grid import Deadline, Progress, missing, same
 from paper.outcomes import Outcomes
 from paper.search import Search
 from paper.settings import Setting
 from tokendepth import data
-from tokendepth.config import RunConfig, SpanConfig
-from tokendepth.errors import UserError
+from tokendepth.config import RunConfig, SpanConfig, override
+from tokendepth.errors import UserError, did_you_mean
+from tokendepth.runs.results import read_rows
 
 ROWS = "spans.json"
 LAYERS = (6, 4, 8)
@@ -67,14 +71,34 @@ BPE = Scale("BPE of 4,096 tokens", tokens="bpe:4096", budget=0.56)
 The budget is the rule's own share: 0.557 of the tokens of the training split, counted over all of it (0.559 of the
 validation split; of bytes it is 0.256).
 """
-SCALES = (BASE, Scale("width 512", width=512), Scale("context 512", context=512), TWICE, BPE)
+SCALES = (
+    BASE,
+    Scale("width 512", width=512),
+    Scale("context 512", context=512),
+    Scale("context 1,024", context=1024),
+    TWICE,
+    BPE,
+)
 """The one most asked for first: a call that is cut short has it."""
 
 
-def at_scale(search: Search, scale: Scale, *, quick: bool = False) -> list[Entry]:
+def scale_of(title: str) -> Scale:
+    """By its title; the first, if none is given."""
+    found = {scale.title: scale for scale in SCALES}
+    if title and title not in found:
+        raise UserError(f"--scale is {title!r}: no such scale; {did_you_mean(title, found)}")
+    return found.get(title, BASE)
+
+
+WIDTHS = (256, 384, 512)
+"""Of the blocks of a span, in models of width 256. The first has the maps into and out of the span alone: a control."""
+
+
+def at_scale(results: Path, scale: Scale, *, quick: bool = False) -> list[Entry]:
     """Dense models, the rule and the best of the others, as far as the search is complete."""
+    search = Search.read(results, quick=quick)
     deciders = [one.name for one in contenders.CONTENDERS if one.method == "span" and one.name != RULE]
-    wanted = {RULE, best_of(deciders, search), best_of(BLOCK_BY_BLOCK, search)}
+    wanted = {RULE, best_of(deciders, search), best_at_full_length(deciders, results), best_of(BLOCK_BY_BLOCK, search)}
     found = []
     for entry in entries(search):
         layers = entry.config.model.n_layer
@@ -89,6 +113,30 @@ def best_of(names: Iterable[str], search: Search) -> str | None:
     choices = [search.choice(one) for one in contenders.CONTENDERS if one.name in names]
     found = [choice for choice in choices if choice is not None]
     return min(found, key=lambda one: one.difference).contender.name if found else None
+
+
+def best_at_full_length(names: Iterable[str], results: Path) -> str | None:
+    """Of these contenders the one that ended with the lowest loss on validation text, in the mean over its seeds."""
+    search, path = Search.read(results), results / BASE_ROWS
+    rows, losses = by_experiment(read_rows(path) if path.exists() else []), {}
+    for one in contenders.CONTENDERS:
+        choice = search.choice(one)
+        if one.name in names and choice is not None:
+            config = one.config(choice.value, choice.rate, LONG)
+            if seeds := rows.get(same(config, seed=False)):
+                losses[one.name] = mean(row["history"][-1]["val_loss"] for row in seeds.values())
+    return min(losses, key=losses.__getitem__, default=None)
+
+
+def of_widths(results: Path, *, quick: bool = False) -> list[Entry]:
+    """The rule's span at the first scale, with blocks of other widths."""
+    found = []
+    for rule in (one for one in at_scale(results, BASE, quick=quick) if one.setting.method == RULE):
+        for width in WIDTHS:
+            inner = width * rule.config.model.d_model // MODEL.d_model
+            setting = Setting(f"{rule.setting.title}, inner width {width}", RULE, "")
+            found.append(replace(rule, setting=setting, config=override(rule.config, {"method.width": str(inner)})))
+    return found
 
 
 def spans(
@@ -106,11 +154,13 @@ def spans(
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     if max_minutes is not None and not max_minutes > 0:
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
-    search, configs, deadline = Search.read(results, quick=quick), {}, Deadline.after(max_minutes)
-    for scale in SCALES[1:]:
-        for entry in at_scale(search, scale, quick=quick):
+    configs, deadline = {}, Deadline.after(max_minutes)
+    made = {scale.title: at_scale(results, scale, quick=quick) for scale in SCALES[1:]}
+    made["inner width"] = of_widths(results, quick=quick)
+    for title, found in made.items():
+        for entry in found:
             for name, config in entry.runs(1 if quick else seeds).items():
-                configs[f"{scale.title.replace(' ', '_').replace(',', '')}-{name}"] = config
+                configs[f"{title.replace(' ', '_').replace(',', '')}-{name}"] = config
     if not configs:
         raise UserError(f"{results} has no complete search yet; run: python -m paper search")
     for text in {config.data for config in missing(configs, results / ROWS).values()}:
@@ -120,8 +170,14 @@ def spans(
 
 
 def outcomes_at(results: Path, scale: Scale, *, quick: bool = False) -> tuple[Outcomes, list[Entry]]:
-    found = at_scale(Search.read(results, quick=quick), scale, quick=quick)
+    found = at_scale(results, scale, quick=quick)
     return outcomes_of(found, results, BASE_ROWS if scale == BASE else ROWS), found
+
+
+def outcomes_of_widths(results: Path, *, quick: bool = False) -> tuple[Outcomes, list[Entry]]:
+    plain = [one for one in at_scale(results, BASE, quick=quick) if one.setting.method in ("dense", RULE)]
+    found = [*plain, *of_widths(results, quick=quick)]
+    return outcomes_of(found, results, BASE_ROWS, ROWS), found
 
 
 def gain_of_doubling(results: Path, *, quick: bool = False) -> float | None:

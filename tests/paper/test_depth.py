@@ -317,7 +317,7 @@ def test_a_scale_changes_one_thing_and_keeps_the_tokens_of_a_step(scale):
 
 
 def test_of_bpe_a_span_has_the_share_of_the_rule(searched):
-    made = spans.at_scale(Search.read(searched), spans.BPE)
+    made = spans.at_scale(searched, spans.BPE)
     assert {entry.config.data for entry in made} == {DataConfig("enwik8", "bpe:4096")}
     methods = {entry.setting.method: entry.config.method for entry in made}
     deciders = {name for name, method in methods.items() if isinstance(method, SpanConfig)}
@@ -342,22 +342,48 @@ def test_scales_stay_apart_in_miniature():
 
 
 def test_dense_models_are_there_at_every_scale_and_doubling_is_told(searched):
-    search = Search.read(searched)
     for scale in spans.SCALES:
-        layers = [e.config.model.n_layer for e in spans.at_scale(search, scale) if e.setting.method == "dense"]
+        layers = [e.config.model.n_layer for e in spans.at_scale(searched, scale) if e.setting.method == "dense"]
         assert layers == [6, 4, 8]
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
     assert spans.gain_of_doubling(searched) is None, "not run"
-    six = spans.at_scale(search, spans.TWICE)[0]
+    six = spans.at_scale(searched, spans.TWICE)[0]
     (searched / spans.ROWS).write_text(json.dumps([made_up(six.config, 2.376, SIX)]))
     assert spans.gain_of_doubling(searched) == pytest.approx(-0.01, abs=0.005)
     assert "with six layers by -1." in depth_page.grows(searched).replace("\n", " ")
 
 
+def test_of_learned_deciders_those_are_scaled_that_did_best_short_and_long_on_validation(searched):
+    search, names = Search.read(searched), ["span_score", "span_taught", "span_boundary"]
+    assert spans.best_at_full_length(names, searched) is None, "not run"
+    rows = []
+    for name, losses in zip(names, [(1.0, 1.2), (1.1, 1.05), (0.9, 1.3)], strict=True):
+        choice = search.choice(next(one for one in CONTENDERS if one.name == name))
+        assert choice is not None
+        for seed, loss in enumerate(losses):
+            config = choice.contender.config(choice.value, choice.rate, LONG, seed)
+            rows.append(made_up(config, 2 - loss, SIX) | {"history": [{"val_loss": 0.1}, {"val_loss": loss}]})
+    (searched / depth.ROWS).write_text(json.dumps(rows))
+    assert spans.best_at_full_length(names, searched) == "span_taught", "the lowest mean at the end of training"
+    scaled = {entry.setting.method for entry in spans.at_scale(searched, spans.TWICE)}
+    assert {"span_taught", spans.best_of(names, search), spans.RULE} <= scaled
+
+
+def test_the_span_of_a_rule_is_tried_with_blocks_of_other_widths(searched):
+    made = spans.of_widths(searched)
+    assert [(e.config.model.d_model, vars(e.config.method)["width"]) for e in made] == [(256, w) for w in spans.WIDTHS]
+    assert len({e.config.method.decide for e in made if isinstance(e.config.method, SpanConfig)}) == 1
+    rows = long_rows(searched)
+    (searched / depth.ROWS).write_text(json.dumps(rows))
+    assert "inner width" not in depth_page.inner_width(searched).split("\n\n")[1]
+    (searched / spans.ROWS).write_text(json.dumps([made_up(made[1].config, 2.3, SIX)]))
+    assert f"{made[1].setting.title} | 2.3000 (n=1)" in depth_page.inner_width(searched)
+
+
 def test_losses_of_all_scales_are_per_byte(searched):
     """A token of two bytes: dense models lose 2.4 and 2.2 nats with 6 and 8 layers, so 1.15 a byte between them."""
     rows = []
-    for entry in spans.at_scale(Search.read(searched), spans.BPE):
+    for entry in spans.at_scale(searched, spans.BPE):
         layers, plain = entry.config.model.n_layer, entry.setting.method == "dense"
         loss = 3 - layers / 10 if plain else 2.07
         rows.append(made_up(entry.config, loss, 1e6 * layers if plain else 7e6))
@@ -410,7 +436,7 @@ def test_the_order_of_short_runs_is_checked_by_long_ones(searched):
 
 def test_what_was_not_run_has_no_number(tmp_path):
     page = depth_page.document(tmp_path, {}).split("### What was chosen")[1].split("## How to read")[0]
-    assert page.count("| not run |") == len(CONTENDERS) + 6
+    assert page.count("| not run |") == len(CONTENDERS) + 7
     assert "±" not in page
 
 
@@ -471,9 +497,10 @@ def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys, monkeypatch)
     assert hashes(rows) == before, "what has its rows is not done again"
     assert not list((tmp_path / "again").glob("*/config.json"))
     page = (tmp_path / "docs" / "WHERE_DEPTH_PAYS.md").read_text()
-    assert "not run" not in page.split("### What was chosen")[1].split("## How to read")[0]
+    assert "not run" not in page.split("### What was chosen")[1].split("## Which width")[0]
     assert "time, CPU" in page.split("## At equal loss")[1]
-    assert page.count("\n| BPE of 4,096 tokens |") == len(spans.LAYERS) + 1
+    grows = page.split("## Whether the gap grows")[1]
+    assert grows.count("\n| BPE of 4,096 tokens |") == len(spans.LAYERS) + 1
     for name in ("", "-training", "-time"):
         assert f"figures/compare-enwik8-bytes{name}.png" in page
         assert (tmp_path / "docs" / "figures" / f"compare-enwik8-bytes{name}.png").stat().st_size
