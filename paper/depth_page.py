@@ -57,7 +57,7 @@ def document(results: Path, figures: dict[str, str], *, quick: bool = False) -> 
         f"### Who is tuned, and by what\n\n{knobs()}",
         f"### What was chosen\n\n{choices(Search.read(results, quick=quick))}",
         f"### Whether short runs tell\n\n{short_and_long(order(results, quick=quick))}",
-        f"## At equal executed FLOPs\n\n{executed(found, made)}",
+        f"## At equal executed FLOPs\n\n{figures.get('gaps', '')}\n{executed(found, made)}",
         verdicts(found) if made else "",
         figures.get("", ""),
         f"## At equal training FLOPs\n\n{trained(found, made)}",
@@ -196,9 +196,12 @@ def at_equal_loss(found: Outcomes, made: list[Entry], results: Path, *, quick: b
     return f"{wrapped(words)}\n\n{table(titles, rows, words=2)}"
 
 
-def pass_times(results: Path) -> dict[str, dict[tuple[str, int], float]]:
-    """Median milliseconds by what is computed, device and batch size."""
-    found: dict[str, dict[tuple[str, int], float]] = {}
+PassTimes = dict[str, dict[tuple[str, int], float]]
+"""Median milliseconds by what is computed, device and batch size."""
+
+
+def pass_times(results: Path) -> PassTimes:
+    found: PassTimes = {}
     for row in read_rows(results / PASSES) if (results / PASSES).exists() else []:
         place = row["device"].removeprefix("NVIDIA "), row["batch"]
         found.setdefault(same_work(from_dict(row["config"])), {})[place] = row["pass_ms"][0]
@@ -210,15 +213,23 @@ def _kept(found: Outcomes) -> Callable[[Setting], float | None]:
 
 
 def _ratio(found: Outcomes, entry: Entry, made: list[Entry], cost: Callable[[Setting], float | None]) -> str:
+    ratio = at_its_loss(found, entry, made, cost)
+    return DASH if ratio is None else ratio if isinstance(ratio, str) else f"{ratio:.2f}"
+
+
+def at_its_loss(
+    found: Outcomes, entry: Entry, made: list[Entry], cost: Callable[[Setting], float | None]
+) -> float | str | None:
+    """Its cost over that of dense models of its loss; None where one is not known."""
     line, loss, mine = [], found.stat(entry.setting, "loss"), cost(entry.setting)
     for dense in (one.setting for one in made if one.setting.method == "dense"):
         height, theirs = found.stat(dense, "loss"), cost(dense)
         if height and theirs is not None:
             line.append((height.mean, theirs))
     if mine is None or loss is None or not line:
-        return DASH
+        return None
     reached = interpolate(sorted(line), loss.mean, beyond=0.0)
-    return OUTSIDE if reached == OUTSIDE else f"{mine / float(reached):.2f}"
+    return OUTSIDE if reached == OUTSIDE else mine / float(reached)
 
 
 BESIDE = ["setting", "loss", "dense, same FLOPs", "difference", "", "by full rows", "FLOPs"]
@@ -305,16 +316,22 @@ def _beside(found: Outcomes, entry: Entry, by: Cost, bytes_per_token: float = 1.
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
     """The page at `path` and its figures in `figures/` beside it."""
     with needs_report_extra(results):
+        from paper import gaps
         from paper.tradeoffs import EXECUTED, TIMED, TRAINED, draw
 
     folder, figures = path.parent / "figures", {}
     with disk_faults(folder):
         folder.mkdir(parents=True, exist_ok=True)
     found, _ = outcomes(results, quick=quick)
-    for axis in (EXECUTED, TRAINED, TIMED):
-        if drawing := draw(found, split="test", axis=axis):
+    drawn = {axis.name: draw(found, split="test", axis=axis) for axis in (EXECUTED, TRAINED, TIMED)}
+    apart = gaps.gaps(found)
+    for scale in spans.SCALES[1:]:
+        apart += gaps.gaps(spans.outcomes_at(results, scale, quick=quick)[0], f", {scale.title}", gaps.LARGER)
+    drawn["gaps"] = gaps.draw(apart, "gaps-enwik8", "Test text of enwik8, bytes, width 256")
+    for name, drawing in drawn.items():
+        if drawing is not None:
             write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
             write_bytes(folder / f"{drawing.name}.png", drawing.png)
-            figures[axis.name] = f"![](figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
+            figures[name] = f"![](figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
     write_bytes(path, document(results, figures, quick=quick).encode())
     return path

@@ -13,6 +13,10 @@ from pathlib import Path
 import tokendepth
 from benchmarks import serving, speculation
 from benchmarks.speed import headline
+from paper import depth, depth_page
+from paper.depth_page import PassTimes
+from paper.grid import same_work
+from paper.outcomes import Outcomes
 from paper.retrofit_page import Base, bases, block_flops, loss
 from paper.wanted import Runs
 from tokendepth.config import BudgetConfig
@@ -45,7 +49,15 @@ def render(text: str, root: Path) -> str:
     return PART.sub(lambda m: m[1] + makers[m[2]](root / m[3]) + m[5], text)
 
 
-SUMMARY = (("Tiny-Shakespeare", "shakespeare"), ("enwik8", "enwik8"))
+SUMMARY = (("Tiny-Shakespeare", "shakespeare"),)
+STUDIED = {
+    "tsa": "Token-Selective Attention",
+    "budget": "budget routing",
+    "mod": "Mixture-of-Depths",
+    "span_rule": "span, taken at the ends of words",
+    "span_taught": "span, learned boundaries that began there",
+}
+"""Contenders of docs/WHERE_DEPTH_PAYS.md, beside its dense model with six layers."""
 CLOCKS = (("two cores, batch 8", "CPU", 8), ("H200, batch 64", "NVIDIA", 64))
 
 
@@ -65,7 +77,40 @@ def _summary(results: Path) -> str:
             clocks = [_speed(timed, f"{name}.{method}", asked, kind, batch) for _, kind, batch in CLOCKS]
             lines.append([text, title, *_cells(runs, found, dense=method == "dense"), *clocks])
             text = ""
+    lines += _studied(results)
     return piped([*lines, *(line for base in bases(results / "retrofit.json") for line in _retrofitted(base, timed))])
+
+
+def _studied(results: Path) -> list[list[str]]:
+    """Methods that were tuned alike; their speed is that at which dense models of the same loss run."""
+    found, made = depth.outcomes(results)
+    lines, timed = [], depth_page.pass_times(results)
+    for entry in made:
+        six, row = entry == made[0], found.first_row(entry.setting)
+        loss, against = found.stat(entry.setting, "loss"), found.beside(entry.setting)
+        if loss is None or row is None or not (six or entry.setting.method in STUDIED):
+            continue
+        same = against[0].text(".3f") if isinstance(against, tuple) and not six else "\u2014"
+        skipped = f"{row['evaluation']['flops_skipped']:.0%}"
+        clocks = [_speed_at_its_loss(found, entry, made, timed, kind, batch) for _, kind, batch in CLOCKS]
+        title = "dense, six layers" if six else STUDIED[entry.setting.method]
+        lines.append(["" if lines else "enwik8", title, skipped, loss.text(".3f"), same, *clocks])
+    return lines
+
+
+def _speed_at_its_loss(
+    found: Outcomes, entry: depth.Entry, made: list[depth.Entry], timed: PassTimes, kind: str, batch: int
+) -> str:
+    if entry.setting.method == "dense":
+        return "\u2014"
+    costs = {
+        one.setting: ms
+        for one in made
+        for (device, size), ms in timed.get(same_work(one.config), {}).items()
+        if size == batch and device.startswith("CPU") == (kind == "CPU")
+    }
+    ratio = depth_page.at_its_loss(found, entry, made, costs.get)
+    return f"{1 / ratio:.2f}x at its loss" if isinstance(ratio, float) else "not timed"
 
 
 RETROFITTED = 0.7

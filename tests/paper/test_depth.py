@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paper import contenders, depth, depth_page, grid, spans
+from paper import contenders, depth, depth_page, gaps, generated, grid, spans
 from paper.__main__ import PAPER
 from paper.contenders import CONTENDERS, DECIDERS, DENSE, LONG, RATES, SHORT, Contender
 from paper.evidence import BITS
@@ -283,6 +283,40 @@ def test_a_time_holds_however_long_and_at_whatever_rate_a_model_was_trained(sear
     (searched / depth.TIMES).write_text(json.dumps([{"config": to_dict(config), "step_ms": [1, 1, 1]}]))
     todo = {"longer": longer, "fewer": fewer}
     assert list(grid.missing(todo, searched / depth.TIMES, by=grid.same_work)) == ["fewer"]
+
+
+def test_the_picture_of_gaps_has_everybody_that_ran_and_larger_spans(searched, undrawn):
+    (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
+    found, made = depth.outcomes(searched)
+    shown = gaps.gaps(found)
+    ran = [e for e in made if e.setting.method != "dense" and found.stat(e.setting, "loss")]
+    assert len(shown) == len(ran) > 3
+    mod = next(gap for gap in shown if gap.label == "MoD")
+    assert mod.difference.text("+.2%") == "-4.33% ± 0.02%"
+    assert [gap.label for gap in gaps.gaps(found, ", larger", ("mod",))] == ["MoD, larger"]
+    drawing = gaps.draw(shown, "gaps", "a text")
+    assert drawing is not None
+    assert drawing.name == "gaps"
+    assert gaps.draw([], "gaps", "a text") is None
+
+
+def test_the_readme_has_what_was_timed_at_equal_loss(searched):
+    (searched / depth.ROWS).write_text(
+        json.dumps([row | {"evaluation": row["evaluation"] | {"flops_skipped": 0.3}} for row in long_rows(searched)])
+    )
+    timed = [e for e in depth.outcomes(searched)[1] if e.setting.method in ("dense", "mod")]
+    rows = [
+        {"config": to_dict(e.config), "device": d, "batch": b, "pass_ms": [e.config.model.n_layer * scale]}
+        for e in timed
+        for d, b, scale in (("CPU x", 8, 1.0), ("NVIDIA H200", 64, 0.1))
+    ]
+    (searched / depth.PASSES).write_text(json.dumps(rows))
+    lines = {line[1]: line for line in generated._studied(searched)}
+    assert lines["dense, six layers"][-2:] == ["—", "—"]
+    speed = lines["Mixture-of-Depths"][-2]
+    assert speed == lines["Mixture-of-Depths"][-1] != "not timed", "the same ratio on both"
+    assert float(speed.removesuffix("x at its loss")) > 0
+    assert lines["budget routing"][-1] == "not timed"
 
 
 def test_what_a_loss_costs_is_compared_with_dense_models_of_that_loss(searched):
