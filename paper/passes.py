@@ -25,7 +25,7 @@ from tokendepth.bench.forward import as_served, check_equal
 from tokendepth.config import DenseConfig, SpanConfig, to_dict
 from tokendepth.errors import UserError
 from tokendepth.infer.compile import compiled
-from tokendepth.infer.packed import PackedPass, packs
+from tokendepth.infer.packed import PackedPass
 from tokendepth.measure.clock import WARM_UP, captured, interleaved, quartiles
 from tokendepth.measure.evaluate import load_model
 from tokendepth.methods import build
@@ -119,7 +119,7 @@ def _ways(model: LanguageModel, ids: Tensor, execution: str, **forced: Tensor) -
         "eager": lambda: model(ids, execution=execution, **forced),
         "compiled": lambda: fast(ids, execution=execution, **forced),
     }
-    if execution == "sparse" and ids.is_cuda and packs(model):
+    if execution == "sparse" and ids.is_cuda and model.method.packs:
         ways["packed"] = PackedPass(model, ids, fast, **forced)
     return ways
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.methods.test_span import MODERN, given, method_of, some, span, tokens
 from tokendepth.config import DenseConfig, RunConfig
 from tokendepth.infer import packed
-from tokendepth.infer.packed import PackedPass, packs
+from tokendepth.infer.packed import PackedPass
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel, Output
 
@@ -64,7 +64,7 @@ def test_room_grows_in_steps():
 
 
 def test_only_spans_of_their_own_keys_are_packed():
-    assert packs(made("score"))
-    assert not packs(span(keys="all"))
-    assert not packs(span(decide="dice", carry="none", bypass=True, budget=0.0))
-    assert not packs(build(RunConfig(model=MODERN, method=DenseConfig())))
+    assert made("score").method.packs
+    assert not span(keys="all").method.packs
+    assert not span(decide="dice", carry="none", bypass=True, budget=0.0).method.packs
+    assert not build(RunConfig(model=MODERN, method=DenseConfig())).method.packs

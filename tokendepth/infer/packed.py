@@ -14,17 +14,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from tokendepth.methods.span import Span
 from tokendepth.model import LanguageModel, Output
 
 STEPS, TILE = 32, 128
 """The room grows by a 32nd of the tokens, in whole tiles of the library's products."""
-
-
-def packs(model: LanguageModel) -> bool:
-    """Whether what takes the span of this model can be packed: nobody else's keys are wanted there."""
-    method = model.method
-    return isinstance(method, Span) and method.knobs.keys == "active" and not method.knobs.replaced
 
 
 @dataclass(frozen=True)
@@ -43,11 +36,10 @@ class PackedPass:
     """
 
     def __init__(self, model: LanguageModel, ids: Tensor, forward: Callable[..., Output], **given: Tensor) -> None:
-        assert packs(model)
-        self._method, self._forward, self._given = cast(Span, model.method), forward, given
-        self._ids, tokens = ids.clone(), ids.numel()
-        self._step = TILE * math.ceil(tokens / STEPS / TILE)
-        self._room = self.room_for(math.ceil(self._method.knobs.budget * tokens))
+        assert model.method.packs
+        self._method, self._forward, self._given, self._ids = model.method, forward, given, ids.clone()
+        self._step = TILE * math.ceil(ids.numel() / STEPS / TILE)
+        self._room = 0
         self._graphs: dict[int, _Graphs] = {}
         self._capturing: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
         self._pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None
@@ -63,6 +55,8 @@ class PackedPass:
             self._ids.copy_(ids)
         if not self._ids.is_cuda:
             return self._run()
+        if not self._room:
+            self._run()
         graphs = self._decided()
         wanted = self.room_for(int(graphs.count))
         if wanted != self._room:
@@ -80,8 +74,8 @@ class PackedPass:
 
     def _between(self, count: Tensor) -> int:
         """Asked in the middle of a pass: how much room there is for `count` rows."""
-        if not count.is_cuda:
-            return self.room_for(int(count))
+        if not count.is_cuda or not self._room:
+            self._room = self.room_for(int(count))
         if self._capturing is not None:
             first, second = self._capturing
             self._count = count

@@ -1,6 +1,6 @@
 """What every method is: it owns its blocks and routers and says how depth is spent."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,10 @@ class Method(nn.Module):
     """Whether all routed sites share one decision; of decisions given for each, the first is used."""
     skips_on_device = False
     """Whether sparse execution needs no host synchronisation where kernels run."""
+    packs = False
+    """Whether sparse execution packs the tokens of several blocks once, into as many rows as `room` says."""
+    room: Callable[[Tensor], int] | None = None
+    """Asked, with the number of those tokens, how many rows to make: as many, or more. None: as many."""
     draft_share = 0.2
     """The share of tokens, or of routed blocks, that works in a draft, unless another is named."""
     wants_teacher = False

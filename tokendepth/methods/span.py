@@ -26,7 +26,7 @@ listed rows, as in Mixture-of-Depths. Blocks of another width are packed there, 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -75,8 +75,6 @@ class Span(ExactBuffers, Method):
     """The share of tokens that skips while training; with `anneal` it rises from 0."""
     told: Tensor
     """1 while the ends of words decide and boundaries are taught by them, then 0."""
-    room: Callable[[Tensor], int] | None = None
-    """Asked how many rows a packed sequence of so many active tokens has: as many, or more. None: as many."""
 
     def __init__(self, model: ModelConfig, config: SpanConfig) -> None:
         super().__init__(model, config)
@@ -97,6 +95,7 @@ class Span(ExactBuffers, Method):
             _, replaced, _ = self._stages()
             for block in replaced:
                 block.requires_grad_(False)
+        self.packs = config.keys == "active" and not config.replaced
         self.batch_statistic, self.wants_teacher = self.decider.statistic, config.gain == "teacher"
         self.register_buffer("threshold", torch.tensor(self.decider.threshold))
         self.register_buffer("skipping", torch.tensor(1 - config.budget), persistent=False)
