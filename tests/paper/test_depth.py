@@ -21,6 +21,7 @@ from tokendepth.cli.main import main
 from tokendepth.config import DataConfig, RunConfig, SpanConfig, from_dict, to_dict
 from tokendepth.errors import UserError
 from tokendepth.methods import build, outline
+from tokendepth.recipes import recipe
 from tokendepth.report.figures import Drawing
 from tokendepth.report.summary import Stat
 from tokendepth.runs.results import read_rows
@@ -472,6 +473,14 @@ def test_what_was_not_run_has_no_number(tmp_path):
     page = depth_page.document(tmp_path, {}).split("### What was chosen")[1].split("## How to read")[0]
     assert page.count("| not run |") == len(CONTENDERS) + 7
     assert "±" not in page
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("dense", "dense"), ("span", "span_rule"), ("learned_span", "span_taught")]
+)
+def test_recipes_are_what_the_study_found(name, method):
+    made = [entry.config for entry in depth.entries(Search.read(ROOT / "results")) if entry.setting.method == method]
+    assert grid.same(recipe(f"enwik8_bytes.{name}")) == grid.same(made[0])
 
 
 def test_the_page_is_that_of_results(undrawn, tmp_path):

@@ -35,6 +35,7 @@ _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
     enwik8.mod,
     enwik8_bytes.dense,
     enwik8_bytes.span,
+    enwik8_bytes.learned_span,
     synthetic.copy_dense,
     synthetic.copy_tsa,
     synthetic.copy_budget,

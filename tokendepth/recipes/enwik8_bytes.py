@@ -1,18 +1,30 @@
-"""enwik8 by bytes: twelve layers with RMSNorm and rotary positions; with span routing most tokens take four of them."""
+"""enwik8 by bytes, as docs/WHERE_DEPTH_PAYS.md compares it: a dense model, and spans of four blocks that cost the same.
+
+Rates, warm-up and where the span lies are what its search found.
+"""
 
 from tokendepth.config import DataConfig, DenseConfig, MethodConfig, ModelConfig, RunConfig, SpanConfig, TrainConfig
 
 
-def _run(method: MethodConfig) -> RunConfig:
-    model = ModelConfig(n_layer=12, context=256, dropout=0.0, norm="rms", positions="rotary")
-    return RunConfig(DataConfig("enwik8", "byte"), model, method, TrainConfig(lr=1e-3, steps=4000))
+def _run(method: MethodConfig, layers: int) -> RunConfig:
+    model = ModelConfig(
+        d_model=256, n_layer=layers, n_head=4, d_ff=688, context=256, dropout=0.0, norm="rms", positions="rotary",
+        qk_norm=True, ffn="swiglu", ffn_bias=False,
+    )  # fmt: skip
+    train = TrainConfig(steps=4000, lr=2e-3, warmup=500, eval_every=1000, checkpoint_every=4000)
+    return RunConfig(DataConfig("enwik8", "byte"), model, method, train)
 
 
 def dense() -> RunConfig:
-    """enwik8 by bytes, twelve layers for every byte."""
-    return _run(DenseConfig())
+    """enwik8 by bytes, six layers for every byte."""
+    return _run(DenseConfig(), layers=6)
 
 
 def span() -> RunConfig:
-    """enwik8 by bytes, span routing: the eight middle layers run where words end, for about a quarter of the bytes."""
-    return _run(SpanConfig(begin=2, decide="rule"))
+    """enwik8 by bytes, span routing: four of nine layers run where words end, for about a quarter of the bytes."""
+    return _run(SpanConfig(begin=3, length=4, decide="rule"), layers=9)
+
+
+def learned_span() -> RunConfig:
+    """enwik8 by bytes, span routing by learned boundaries, which words teach in the first quarter of the training."""
+    return _run(SpanConfig(begin=3, length=4, decide="boundary", carry="smooth", taught=0.25), layers=9)
