@@ -55,23 +55,14 @@ class Reproduce:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Of compare: the text on which the methods are compared."""
-
-    corpus: str = "shakespeare"
-    """shakespeare: two budgets, three seeds. enwik8: one budget, one seed."""
-
-
-@dataclass(frozen=True)
 class Compare:
-    """Every method beside dense models of the same FLOPs, and random routing: two tables, one figure.
+    """Every method on Tiny-Shakespeare, beside dense models of the same FLOPs and random routing.
 
     What has its row in results/ is not repeated.
     """
 
-    data: Compared = Compared()
-    seeds: int | None = None
-    """How many seeds each, from 0; by default as many as the comparison on this corpus has."""
+    seeds: int = 3
+    """How many seeds each, from 0; fewer than three prove nothing."""
     quick: bool = False
     """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
     max_minutes: float | None = None
@@ -89,8 +80,7 @@ class Compare:
             from paper.comparison import write
         results = self.results or (self.out / "results" if self.quick else Path("results"))
         settings: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        settings |= {"corpus": settings.pop("data").corpus, "results": results}
-        done = compare(**settings)
+        done = compare(**{**settings, "results": results})
         with Progress("drawing the page"):
             page = write(results, results.parent / "docs" / "COMPARISON.md", quick=self.quick)
         print(page)

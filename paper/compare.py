@@ -1,7 +1,7 @@
-"""Every method on one corpus: whatever its tables need and results/ does not hold yet is trained and measured.
+"""Every method on Tiny-Shakespeare: what its tables need and results/ does not hold yet is trained and measured.
 
     from paper.compare import compare
-    compare("shakespeare", max_minutes=9)           # repeat it until it says that nothing is left
+    compare(max_minutes=9)                          # repeat it until it says that nothing is left
 
 First the runs, then the costs of each setting's first seed, when nothing else runs: the time of a forward pass on the
 CPU, the FLOPs of a training step, and what is in the cache of keys and values after reading a text. Costs need the
@@ -15,7 +15,7 @@ from pathlib import Path
 from paper import grid, settings, tables
 from paper.grid import Deadline, Progress
 from paper.outcomes import COSTS, Outcomes
-from paper.settings import RUNS, Comparison, Setting
+from paper.settings import RUNS, SHAKESPEARE, Comparison, Setting
 from tokendepth import progress
 from tokendepth.config import RunConfig, from_dict
 from tokendepth.runs.results import add_rows
@@ -27,9 +27,8 @@ TRAINING = 0.8
 
 
 def compare(
-    corpus: str = "shakespeare",
     *,
-    seeds: int | None = None,
+    seeds: int = SHAKESPEARE.seeds,
     quick: bool = False,
     max_minutes: float | None = None,
     out: Path = Path("runs/compare"),
@@ -37,16 +36,14 @@ def compare(
     workers: int | None = None,
     show: bool = True,
 ) -> Progress:
-    """Fill the rows of the comparison on `corpus`; run folders go to `out`, rows to `results`.
+    """Fill the rows of the comparison; run folders go to `out`, rows to `results`.
 
     `quick` takes a miniature of everything, one seed on this CPU: it shows how it works and says nothing about any
     method, so give it a `results` of its own.
     """
-    comparison = settings.chosen(corpus)
     grid.check_size(seeds, max_minutes)
-    count = 1 if quick else seeds or comparison.seeds
     training, deadline = (Deadline.after(max_minutes and share * max_minutes) for share in (TRAINING, 1.0))
-    study = _Study(comparison, count, quick, training, deadline, out, results, workers, show)
+    study = _Study(SHAKESPEARE, 1 if quick else seeds, quick, training, deadline, out, results, workers, show)
     with grid.repeatable(out):
         study.train()
         study.measure()

@@ -1,4 +1,4 @@
-"""docs/COMPARISON.md and its figures, made from results/: every method on one corpus, in two tables.
+"""docs/COMPARISON.md and its figures, made from results/: who beats dense models when tuned, and two untuned tables.
 
 What has no row is `not run`.
 """
@@ -8,22 +8,27 @@ from pathlib import Path
 
 from paper.evidence import NOT_RUN, needs_report_extra, show
 from paper.outcomes import OUTSIDE, Outcomes
-from paper.settings import COMPARISONS, LAYERS, SAME_FLOPS, SAME_PARAMETERS, Setting
+from paper.settings import LAYERS, SAME_FLOPS, SAME_PARAMETERS, SHAKESPEARE, Setting
 from paper.shares import off, older
 from tokendepth.report.summary import DASH, Stat
 from tokendepth.report.tables import piped
 from tokendepth.runs.files import disk_faults, write_bytes
 
-HEAD = f"""\
+HEAD = """\
 # Every method, compared
 
-Every system of the paper, trained with the same optimiser, learning rate (3e-4), batches and number of steps but for
-what [the notes](#what-to-know) say, executed sparsely (what a token skips is not computed) and measured in one way, on
-validation text. **Only budget routing was tuned**, on this same text; the others ran at one or two settings.
-[WHERE_DEPTH_PAYS.md](WHERE_DEPTH_PAYS.md) gives every method the same search, and reports on test text.
+Every method executed sparsely (what a token skips is not computed), and measured in one way beside dense models of the
+same executed FLOPs. What each method is: [methods/](methods/). This page is generated from [results/](../results/) by
+`make readme`, and a test fails when it is stale; what has no row yet is `not run`.
 
-This page is generated from [results/](../results/) by `make readme`, and a test fails when it is stale. Its rows come
-from `python -m paper compare`; what has no row yet is `not run`. What each method is: [methods/](methods/).
+## enwik8 by bytes, all tuned alike
+"""
+UNTUNED = f"""\
+## Tiny-Shakespeare, not tuned
+
+Every system of the paper, trained with the same optimiser, learning rate (3e-4), batches and number of steps but for
+what [the notes](#what-to-know) say; on validation text. **Only budget routing was tuned**, on this same text; the
+others ran at one or two settings. The rows come from `python -m paper compare`.
 
 **Matched parameters** holds what has the dense model's parameters within {SAME_PARAMETERS:.0%}. Methods that share
 weights between layers get a wider feed-forward network for it; Switch, whose experts multiply them, a narrower one.
@@ -47,36 +52,27 @@ NOTES = """\
 - Switch chooses among experts of one cost: it skips only what overflows, and saves no depth by design.
 - TSA and ACT cannot be told what to spend: two prices of depth are tried, not two budgets.
 - Exits are shown at that threshold whose work comes nearest to the budget on the first seed; its losses are not asked.
-- Budget and random routing are trained by two passes a step at budgets that are drawn on Tiny-Shakespeare, by one pass
-  at 0.4 on enwik8, where two passes and drawn budgets cost quality ([log](LOG.md)). So one model serves every budget on
-  the first only.
-- `two passes` skips nothing: routers keep and weigh all tokens, trained as budget routing is on Tiny-Shakespeare, by
+- Budget and random routing are trained by two passes a step at budgets that are drawn, so that one model serves every
+  budget. On enwik8 nobody is: there two passes and drawn budgets cost quality ([log](LOG.md)).
+- `two passes` skips nothing: routers keep and weigh all tokens, trained as budget routing is, by
   two passes a step that are drawn together. `half the batch` is budget routing at the training cost of a dense step.
 """
 TITLES = ["setting", "loss", "active", "work skipped", "FLOPs", "training PFLOPs", "parameters", "K/V bytes", "speed"]
 
 
-def document(all_outcomes: list[Outcomes], figures: dict[str, str]) -> str:
-    """The whole page; `figures` are Markdown by corpus."""
-    parts = [HEAD]
-    for outcomes in all_outcomes:
-        comparison = outcomes.comparison
-        parts.append(f"## {comparison.title}\n\n`python -m paper compare --data.corpus {comparison.corpus}`\n")
-        if comparison.tokens:
-            parts.append(
-                wrapped(f"Evaluated on the first {comparison.tokens:,} characters of the validation text.") + "\n"
-            )
-        shares = outcomes.shares()
-        if note := older(shares):
-            parts.append(wrapped(f"{note} Their shares are {off(shares)}.") + "\n")
-        parts.append(f"### Matched parameters\n\n{matched_parameters(outcomes)}")
-        parts.append(f"### Matched FLOPs\n\n{matched_flops(outcomes)}")
-        parts.append(verdicts(outcomes))
-        parts.append(trained_alike(outcomes))
-        if timed := _timed(outcomes):
-            parts.append(f"Timed on {timed}.\n")
-        parts.append(figures.get(comparison.corpus, ""))
-    parts.append(f"## What to know\n\n{NOTES}")
+def document(outcomes: Outcomes, figure: str, tuned: str) -> str:
+    """The whole page; `figure` and `tuned`, what there is to say of enwik8, are Markdown."""
+    parts = [HEAD, tuned, UNTUNED]
+    shares = outcomes.shares()
+    if note := older(shares):
+        parts.append(wrapped(f"{note} Their shares are {off(shares)}.") + "\n")
+    parts.append(f"### Matched parameters\n\n{matched_parameters(outcomes)}")
+    parts.append(f"### Matched FLOPs\n\n{matched_flops(outcomes)}")
+    parts.append(verdicts(outcomes))
+    parts.append(trained_alike(outcomes))
+    if timed := _timed(outcomes):
+        parts.append(f"Timed on {timed}.\n")
+    parts += [figure, f"## What to know\n\n{NOTES}"]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 
@@ -211,17 +207,16 @@ def _timed(outcomes: Outcomes) -> str:
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
     """The page at `path` and its figures in `figures/` beside it; what has no numbers is not drawn."""
     with needs_report_extra(results):
+        from paper import depth_page
         from paper.tradeoffs import draw
 
-    all_outcomes = [Outcomes.read(results, comparison, quick=quick) for comparison in COMPARISONS.values()]
-    folder, figures = path.parent / "figures", {}
+    outcomes = Outcomes.read(results, SHAKESPEARE, quick=quick)
+    folder, picture = path.parent / "figures", ""
     with disk_faults(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    for outcomes in all_outcomes:
-        if drawing := draw(outcomes):
-            write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
-            write_bytes(folder / f"{drawing.name}.png", drawing.png)
-            picture = f"![](figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
-            figures[outcomes.comparison.corpus] = picture
-    write_bytes(path, document(all_outcomes, figures).encode())
+    if drawing := draw(outcomes):
+        write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
+        write_bytes(folder / f"{drawing.name}.png", drawing.png)
+        picture = f"![](figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
+    write_bytes(path, document(outcomes, picture, depth_page.in_short(results)).encode())
     return path

@@ -29,8 +29,7 @@ Choices were made on validation text; every loss in the tables of results is of 
 cost it quality.
 This page is generated from `search.json`, `depth.json`, `step_times.json`, `pass_times.json` and `spans.json` in
 [results/](../results/) by `make readme`; the rows come from `python -m paper search`, `depth`, `times`, `passes` and
-`spans`. What has no row yet is `not run`. The older comparison, in which only budget routing was tuned, is
-[COMPARISON.md](COMPARISON.md).
+`spans`. What has no row yet is `not run`. On Tiny-Shakespeare, without tuning: [COMPARISON.md](COMPARISON.md).
 """
 SAME = 0.001
 """FLOPs that differ by a smaller share are the same by both conventions."""
@@ -70,6 +69,19 @@ def document(results: Path, figures: dict[str, str], *, quick: bool = False) -> 
         f"## How to read the tables\n\n{NOTES}",
     ]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
+
+
+def in_short(results: Path, *, quick: bool = False) -> str:
+    """For another page: who beats dense models, and by what rule all were tuned."""
+    found, _ = outcomes(results, quick=quick)
+    if not (who := verdicts(found)):
+        return f"{NOT_RUN}\n"
+    words = (
+        "All tables, at equal executed FLOPs, training FLOPs, training time and loss, and larger models: "
+        "[WHERE_DEPTH_PAYS.md](WHERE_DEPTH_PAYS.md). Losses are of test text. The rule of tuning:"
+    )
+    picture = "![](figures/gaps-enwik8.png)"
+    return f"{picture}\n\n{who}\n{wrapped(words)}\n\n{rule()}"
 
 
 def rule() -> str:
@@ -266,9 +278,9 @@ def grows(results: Path, *, quick: bool = False) -> str:
     gain = spans.gain_of_doubling(results, quick=quick)
     words = (
         "Span routing by a rule and by those learned deciders that did best in the search and at full length, on "
-        "validation text, and the best method that decides block by block, beside dense models with 4, 6 and 8 layers "
-        "of each scale; rates as searched at width 256, times 256 / width. With BPE the rule takes the tokens that "
-        "begin a word, signs and spaces, and learned deciders get that share as their budget, "
+        "validation text, and the best method that decides block by block, beside those dense models of each scale "
+        "that lie around them; rates as searched at width 256, times 256 / width. With BPE the rule takes the tokens "
+        "that begin a word, signs and spaces, and learned deciders get that share as their budget, "
         f"{spans.BPE.budget:g}. Losses are in nats per byte at every scale. But BPE is "
         "trained and evaluated on as many tokens as bytes are, so on nearly three times the text (its training reads "
         "all of it twice), and its output head, which is in the FLOPs, costs a little more than a layer: across scales "

@@ -178,7 +178,9 @@ class Outcomes:
         return Stat(values) if values else None
 
     def _pairs(self, setting: Setting, line_of: list[Setting], by: Cost) -> Iterator[tuple[float, float | str]]:
+        """Beside the line of the dense models that ran at all; seeds that one of those lacks have to wait."""
         by_seed: dict[int, list[tuple[float, float]]] = {}
+        line_of = [layers for layers in line_of if self.executed(layers)]
         for layers in line_of:
             for one in self.executed(layers):
                 if not math.isnan(cost := getattr(one, by)):

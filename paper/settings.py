@@ -11,7 +11,6 @@ from typing import Literal
 
 from paper import tables
 from tokendepth.config import DenseConfig, RunConfig
-from tokendepth.errors import UserError, did_you_mean
 from tokendepth.recipes import variants
 from tokendepth.runs.results import Row
 
@@ -42,8 +41,6 @@ class Setting:
     """Of a model with a curve, its point that executes about so many FLOPs a token."""
     matched: bool = False
     """With a feed-forward network as wide as it takes to have the dense model's parameters."""
-    only: str | None = None
-    """The one corpus on which it says something; none is all."""
 
     def point(self, row: Row) -> float | None:
         """Where on the curve of a run this is; where the work decides that, the row of the first seed is asked."""
@@ -65,14 +62,14 @@ def _dense(layers: int) -> Setting:
 def _two_passes(layers: int) -> Setting:
     """Trained as budget routing is on Shakespeare, and nothing is skipped: what that training does alone."""
     cell = "budget:method.budget=1:method.dial=False" + (f":model.n-layer={layers}" if layers < 6 else "")
-    return Setting(f"two passes, {layers} layers", "two_passes", cell, only="shakespeare")
+    return Setting(f"two passes, {layers} layers", "two_passes", cell)
 
 
-def _learned_exits(oracle: str, only: str | None = None) -> tuple[Setting, Setting]:
+def _learned_exits(oracle: str) -> tuple[Setting, Setting]:
     title, cell = f"early exit by {oracle}", f"early_exit:method.exit=learned:method.oracle={oracle}"
     return (
-        Setting(f"{title}, half", "early_exit", cell, "half", skips=0.5, only=only),
-        Setting(f"{title}, a quarter", "early_exit", cell, "mild", skips=0.25, only=only),
+        Setting(f"{title}, half", "early_exit", cell, "half", skips=0.5),
+        Setting(f"{title}, a quarter", "early_exit", cell, "mild", skips=0.25),
     )
 
 
@@ -85,12 +82,12 @@ SETTINGS = (
     Setting("budget 0.4", "budget", "budget", "half", budget=0.4),
     Setting("budget 0.7", "budget", "budget", "mild", budget=0.7),
     # A step of two passes on half of the sequences costs what a dense step costs.
-    Setting("budget 0.4, half the batch", "budget", "budget:train.batch-size=32", budget=0.4, only="shakespeare"),
+    Setting("budget 0.4, half the batch", "budget", "budget:train.batch-size=32", budget=0.4),
     *(_two_passes(layers) for layers in (6, 4, 3)),
     Setting("early exit by confidence, half", "early_exit", "early_exit", "half", skips=0.5),
     Setting("early exit by confidence, a quarter", "early_exit", "early_exit", "mild", skips=0.25),
     *_learned_exits("correctness"),
-    *_learned_exits("likelihood", only="shakespeare"),
+    *_learned_exits("likelihood"),
     Setting("MoD, capacity 0.125", "mod", "mod", "half"),
     Setting("MoD, capacity 0.5", "mod", "mod:method.capacity=0.5", "mild"),
     Setting("MoR, 4 layers, 2 recursions", "mor", "mor:model.n-layer=4:method.recursions=2", "half"),
@@ -119,28 +116,11 @@ class Comparison:
     """Evaluated on the beginning of the split; none is all of it."""
 
 
-def _settings(corpus: str, *levels: Level) -> tuple[Setting, ...]:
-    return tuple(one for one in SETTINGS if one.level in levels and one.only in (None, corpus))
-
-
 RUNS = "compare.json"
-COMPARISONS = {
-    "shakespeare": Comparison(
-        "Tiny-Shakespeare",
-        "shakespeare",
-        3,
-        _settings("shakespeare", "any", "half", "mild"),
-        (RUNS, "reproduction.json", "shakespeare.json"),
-    ),
-    # Rows of the whole text do not compare with these, so other files do not serve.
-    "enwik8": Comparison("enwik8", "enwik8", 1, _settings("enwik8", "any", "half"), (RUNS,), tokens=2**20),
-}
-
-
-def chosen(corpus: str) -> Comparison:
-    if corpus not in COMPARISONS:
-        raise UserError(f"--data.corpus is {corpus!r}: not compared on; {did_you_mean(corpus, COMPARISONS)}")
-    return COMPARISONS[corpus]
+SHAKESPEARE = Comparison(
+    "Tiny-Shakespeare", "shakespeare", 3, SETTINGS, (RUNS, "reproduction.json", "shakespeare.json")
+)
+"""All others are compared by a study that tunes them alike (`depth.py`)."""
 
 
 def runs(setting: Setting, corpus: str, seeds: int, *, quick: bool = False) -> dict[str, RunConfig]:

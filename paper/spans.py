@@ -1,6 +1,6 @@
 """Whether the gap between routed and dense models grows: with training, with context, with width; and holds for BPE.
 
-Nothing is searched again. At each scale dense models with 4, 6 and 8 layers stand beside span routing by a rule, by
+Nothing is searched again. At each scale dense models of several depths stand beside span routing by a rule, by
 those learned deciders which did best in the search and at full length, on validation text, and beside that method which
 did best of all that route block by block; rates are those of the search, times 256 / width. Sequences of a batch are
 fewer where they are longer, so that a step has as many tokens everywhere. BPE tells whether a span pays where tokens
@@ -45,6 +45,8 @@ class Scale:
     tokens: str = DATA.tokens
     budget: float | None = None
     """Share of the tokens that take a span; None: as searched."""
+    layers: tuple[int, ...] = LAYERS
+    """Of dense models, so that some of them cost more than what is routed, and some lose less."""
 
     def of(self, config: RunConfig) -> RunConfig:
         """The same model at this scale."""
@@ -73,7 +75,7 @@ validation split; of bytes it is 0.256).
 """
 SCALES = (
     BASE,
-    Scale("width 512", width=512),
+    Scale("width 512", width=512, layers=(*LAYERS, 12)),
     Scale("context 512", context=512),
     Scale("context 1,024", context=1024),
     TWICE,
@@ -102,7 +104,7 @@ def at_scale(results: Path, scale: Scale, *, quick: bool = False) -> list[Entry]
     found = []
     for entry in entries(search):
         layers = entry.config.model.n_layer
-        if entry.setting.method in wanted or (entry.setting.method == "dense" and layers in LAYERS):
+        if entry.setting.method in wanted or (entry.setting.method == "dense" and layers in scale.layers):
             config = entry.config if scale == BASE else scale.of(entry.config)
             found.append(replace(entry, config=miniature(config) if quick else config, rate=config.train.lr))
     return found

@@ -18,7 +18,7 @@ from paper.comparison import document, judge, matched_parameters, trained_alike,
 from paper.grid import same
 from paper.outcomes import COSTS, OUTSIDE, Outcomes, interpolate
 from paper.schematic import ATTENDED, SCHEMATICS, WORKED
-from paper.settings import COMPARISONS, RUNS, SETTINGS, Setting
+from paper.settings import RUNS, SETTINGS, SHAKESPEARE, Setting
 from paper.tradeoffs import NAMES, series
 from tests.shown import every_update
 from tests.tiny import hashes
@@ -33,14 +33,13 @@ from tokendepth.runs.results import read_rows
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compare")]
 
 ROOT = Path(__file__).parents[2]
-SHAKESPEARE = COMPARISONS["shakespeare"]
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> Path:
     """The folder that `compare --quick` was told to fill."""
     out = tmp_path_factory.mktemp("compare")
-    main(["compare", "--data.corpus", "shakespeare", "--quick", "--out", str(out)], PAPER)
+    main(["compare", "--quick", "--out", str(out)], PAPER)
     return out
 
 
@@ -64,7 +63,8 @@ def test_every_method_in_miniature(quick, outcomes):
         assert cost["time"]["device"].startswith("CPU")
         assert 0 < cost["kv_bytes_per_token"] <= cost["kv_bytes_reserved_per_token"]
     page = (quick / "docs" / "COMPARISON.md").read_text()
-    shakespeare = page[: page.index("## enwik8")]
+    tuned, shakespeare = page.split("## Tiny-Shakespeare")
+    assert tuned.rstrip().endswith("not run")
     assert all(f"| {one.title} | " in shakespeare for one in SHAKESPEARE.settings)
     assert "| not run" not in shakespeare
     assert (quick / "docs" / "figures" / "compare-shakespeare.png").exists()
@@ -94,20 +94,20 @@ def test_what_has_its_rows_is_not_done_again(quick, tmp_path):
     lost = [row for row in costs if row["config"]["method"]["name"] not in ("act", "dense")]
     (tmp_path / "results" / COSTS).write_text(json.dumps(lost))
     how = {"quick": True, "out": tmp_path / "runs", "results": tmp_path / "results", "show": False}
-    assert not compare("shakespeare", **how).left
+    assert not compare(**how).left
     trained = {path.parent.name for path in (tmp_path / "runs").glob("*/config.json")}
     assert {name.split("-")[0] for name in trained} == {"shakespeare.switch", "shakespeare.act"}, "act for its costs"
     assert read_rows(tmp_path / "results" / RUNS)[: len(kept)] == kept
     assert len(read_rows(tmp_path / "results" / COSTS)) == len(costs)
     before = hashes(tmp_path)
-    assert not compare("shakespeare", **how).left
+    assert not compare(**how).left
     assert hashes(tmp_path) == before
 
 
 def test_out_of_time_it_says_what_is_left(tmp_path):
-    done = compare("enwik8", quick=True, max_minutes=1e-6, out=tmp_path, results=tmp_path / "results", show=False)
-    cells = {one.cell + str(one.matched) for one in COMPARISONS["enwik8"].settings}
-    assert len(done.left) == len(cells)
+    done = compare(quick=True, max_minutes=1e-6, out=tmp_path, results=tmp_path / "results", show=False)
+    cells = {one.cell + str(one.matched) for one in SHAKESPEARE.settings}
+    assert len(done.left) == len(cells) - 1, "half of a miniature's batch is a miniature's batch"
     assert not (tmp_path / "results").exists()
 
 
@@ -116,7 +116,7 @@ def test_a_call_measures_the_costs_of_what_it_trained(tmp_path, monkeypatch):
     monkeypatch.setattr("paper.compare.TRAINING", 2 / 6000)  # two seconds of a hundred minutes
     log = every_update(monkeypatch)
     how = {"quick": True, "out": tmp_path / "runs", "results": tmp_path / "results"}
-    left = compare("enwik8", max_minutes=100, **how).left
+    left = compare(max_minutes=100, **how).left
     assert left
     assert not any(name.startswith("costs") for name in left)
     rows, costs = (read_rows(tmp_path / "results" / name) for name in (RUNS, COSTS))
@@ -127,8 +127,7 @@ def test_a_call_measures_the_costs_of_what_it_trained(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--data.corpus", "enwik9"], "did you mean 'enwik8'?"),
-        (["--data.corpsu", "enwik8"], "did you mean '--data.corpus'?"),
+        (["--sedes", "3"], "did you mean '--seeds'?"),
         (["--seeds", "0"], "--seeds is 0"),
         (["--max-minutes", "-1"], "--max-minutes is -1"),
         (["shakespeare"], "expected options only"),
@@ -146,11 +145,9 @@ def test_a_mistake_is_answered_in_one_line(words, said, capsys):
 # --- what is compared -------------------------------------------------------------------------------------------------
 
 
-def test_every_method_is_compared_on_both_corpora():
-    controls = {"shakespeare": {"random", "two_passes"}, "enwik8": {"random"}}
+def test_every_method_is_compared():
     compared = SCHEMATICS.keys() - pages.MEMBERS.keys()
-    for name, comparison in COMPARISONS.items():
-        assert {one.method for one in comparison.settings} == compared | controls[name]
+    assert {one.method for one in SETTINGS} == compared | {"random", "two_passes"}
     for method in compared - {"dense", "switch"}:
         levels = {one.level for one in SETTINGS if one.method == method}
         assert {"half", "mild"} <= levels, f"{method} at two budgets"
@@ -261,10 +258,10 @@ def test_a_model_of_one_budget_needs_no_curve():
 
 def test_rows_of_an_old_calibration_say_so_above_their_tables():
     found = made_up(loss=2.6, flops=3.5e6)
-    assert "theirs looked at" not in document([found], {})
+    assert "theirs looked at" not in document(found, "", "")
     for row in found.rows[same(found.configs[setting("budget 0.4")], seed=False)].values():
         row["evaluated_on"] = {"commit": "2752c6f566f7"}
-    said = " ".join(document([found], {}).split("### Matched parameters")[0].split())
+    said = " ".join(document(found, "", "").split("### Matched parameters")[0].split())
     assert "theirs looked at 32,768 tokens" in said
     assert "off by 0.0200 in a single block at the most, by 0.0050 in the mean over blocks" in said
 
@@ -301,7 +298,6 @@ def test_budget_routing_stands_beside_models_that_were_trained_alike():
     found = trained_alike(made_up(loss=2.6, flops=3.5e6))
     difference = Stat((2.6 / 2.45 - 1, 2.61 / 2.46 - 1, 2.62 / 2.47 - 1)).text("+.2%")
     assert f"| budget 0.4 | 2.6100 ± 0.0100 (n=3) | 2.4600 | {difference} |" in found
-    assert trained_alike(Outcomes.read(Path("nowhere"), COMPARISONS["enwik8"])) == "", "one pass there"
 
 
 def test_the_rule_of_better_and_worse():
@@ -322,7 +318,7 @@ def test_only_matched_parameters_are_in_their_table(outcomes):
 
 def test_what_was_not_run_has_no_number():
     empty = Outcomes.read(Path("nowhere"), SHAKESPEARE)
-    numbers = re.findall(r"\d\.\d{3,}", document([empty], {}).split("## Tiny-Shakespeare")[1])
+    numbers = re.findall(r"\d\.\d{3,}", document(empty, "", "").split("## Tiny-Shakespeare")[1])
     assert [n for n in numbers if n not in ("0.125", "0.001")] == []
 
 
