@@ -301,8 +301,8 @@ class Passes:
     """Of models of this scale of `spans`, such as "width 512"; by default those of `depth`."""
     quick: bool = False
     """Of a miniature: how it works, not what comes out."""
-    out: Path = Path("runs/depth")
-    """Folder of the run folders of `depth`."""
+    out: Path | None = None
+    """Folder of the run folders; by default runs/depth, or runs/spans for another scale."""
     device: str = "auto"
     """auto takes the GPU where there is one."""
     results: Path = Path("results")

@@ -68,7 +68,7 @@ class _Study:
             console.print(line, markup=False, soft_wrap=True)
 
     def fill(self, configs: dict[str, RunConfig], rows: Path) -> None:
-        tokens = tables.MINIATURE_TOKENS if self.quick else self.comparison.tokens
+        tokens = tables.MINIATURE_TOKENS if self.quick else None
         how = {"workers": self.workers, "tokens": tokens, "here": self.quick, "show": self.show}
         self.progress.add(grid.fill(configs, self.out, rows, self.training, **how))
 

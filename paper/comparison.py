@@ -218,5 +218,5 @@ def write(results: Path, path: Path, *, quick: bool = False) -> Path:
         write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
         write_bytes(folder / f"{drawing.name}.png", drawing.png)
         picture = f"![](figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
-    write_bytes(path, document(outcomes, picture, depth_page.in_short(results)).encode())
+    write_bytes(path, document(outcomes, picture, depth_page.in_short(results, quick=quick)).encode())
     return path

@@ -196,7 +196,7 @@ def outcomes(results: Path, *, quick: bool = False) -> tuple[Outcomes, list[Entr
 
 def outcomes_of(found: list[Entry], results: Path, *files: str) -> Outcomes:
     """From the rows of `files`, each with the time of a training step where that is known."""
-    comparison = Comparison("enwik8, bytes", "enwik8-bytes", SEEDS, tuple(e.setting for e in found), files, TOKENS)
+    comparison = Comparison("enwik8, bytes", "enwik8-bytes", SEEDS, tuple(e.setting for e in found), files)
     rows = by_experiment([row for name in files for row in _rows(results / name)])
     times = {same_work(from_dict(row["config"])): row["step_ms"][0] for row in _rows(results / TIMES)}
     for row in (row for seeds in rows.values() for row in seeds.values()):

@@ -87,13 +87,16 @@ def _studied(results: Path) -> list[list[str]]:
     lines, timed = [], depth_page.pass_times(results)
     for entry in made:
         six, row = entry == made[0], found.first_row(entry.setting)
+        if not (six or entry.setting.method in STUDIED):
+            continue
+        title = "dense, six layers" if six else STUDIED[entry.setting.method]
         loss, against = found.stat(entry.setting, "loss"), found.beside(entry.setting)
-        if loss is None or row is None or not (six or entry.setting.method in STUDIED):
+        if loss is None or row is None:
+            lines.append(["" if lines else "enwik8", title, *["not run"] * 2, *["\u2014"] * 3])
             continue
         same = against[0].text(".3f") if isinstance(against, tuple) and not six else "\u2014"
         skipped = f"{row['evaluation']['flops_skipped']:.0%}"
         clocks = [_speed_at_its_loss(found, entry, made, timed, kind, batch) for _, kind, batch in CLOCKS]
-        title = "dense, six layers" if six else STUDIED[entry.setting.method]
         lines.append(["" if lines else "enwik8", title, skipped, loss.text(".3f"), same, *clocks])
     return lines
 
@@ -107,7 +110,7 @@ def _speed_at_its_loss(
         one.setting: ms
         for one in made
         for (device, size), ms in timed.get(same_work(one.config), {}).items()
-        if size == batch and device.startswith("CPU") == (kind == "CPU")
+        if size == batch and (device.endswith(" 2 threads") if kind == "CPU" else not device.startswith("CPU"))
     }
     ratio = depth_page.at_its_loss(found, entry, made, costs.get)
     return f"{1 / ratio:.2f}x at its loss" if isinstance(ratio, float) else "not timed"

@@ -19,7 +19,7 @@ from torch import Tensor
 from paper.depth import PASSES, Entry, check_names, entries
 from paper.grid import Progress as Done
 from paper.search import Search
-from paper.spans import BASE, Scale, at_scale
+from paper.spans import BASE, Scale, at_scale, named
 from tokendepth import data
 from tokendepth.bench.forward import as_served, check_equal
 from tokendepth.config import DenseConfig, SpanConfig, to_dict
@@ -54,21 +54,25 @@ def passes(
     *,
     only: tuple[str, ...] = (),
     batches: tuple[int, ...] = BATCHES,
-    out: Path = Path("runs/depth"),
+    out: Path | None = None,
     scale: Scale = BASE,
     quick: bool = False,
     results: Path = Path("results"),
     device: str = "auto",
     show: bool = True,
 ) -> Done:
-    """A row for every dense model and every contender of `only` at each batch size, of models of one scale."""
+    """A row for every dense model and every contender of `only` at each batch size, of models of one scale.
+
+    `out` holds the run folders; by default runs/depth, or runs/spans for another scale.
+    """
     check_names(only)
+    folder = out or Path("runs/depth" if scale == BASE else "runs/spans")
     where, search = choose_device(device), Search.read(results, quick=quick)
     found = entries(search, quick=quick) if scale == BASE else at_scale(results, scale, quick=quick)
     dense = [entry for entry in found if entry.setting.method == "dense"]
     routed = [entry for entry in found if entry.setting.method in only]
     if missing := next((name for name in only if name not in {entry.setting.method for entry in routed}), None):
-        raise UserError(f"--only has {missing!r}: the search has chosen no setting of it; run: python -m paper search")
+        raise UserError(f"--only has {missing!r}: it is not part of {scale.title}, or not searched to the end")
     if not dense:
         raise UserError(f"{results} has no complete search yet; run: python -m paper search")
     dataset, context = data.load(dense[0].config.data), dense[0].config.model.context
@@ -79,7 +83,8 @@ def passes(
             torch.compiler.reset()  # else code compiled for an earlier shape is made general, and slower
             text, _ = next(iter(dataset.windows("val", context, batch)))
             ids = torch.from_numpy(text).to(where)
-            ways = [way for entry in [*routed, *dense] for way in _checked(entry, out, ids, spellings)]
+            models = ((entry, _model(entry, scale, folder, spellings)) for entry in [*routed, *dense])
+            ways = [way for entry, model in models for way in _checked(entry, model, ids)]
             rows = _timed(ways, batch, where)
             add_rows(results / PASSES, rows, identity=("config", "batch", "device"))
             progress.advance()
@@ -87,9 +92,9 @@ def passes(
 
 
 @torch.no_grad()
-def _checked(entry: Entry, out: Path, text: Tensor, spellings: Sequence[bytes]) -> list[Timed]:
+def _checked(entry: Entry, exact: LanguageModel, text: Tensor) -> list[Timed]:
     """The ways to run an entry's model on `text`; a routed one decides in float32, and all ways obey."""
-    exact = _model(entry, out, spellings).to(text.device)
+    exact = exact.to(text.device)
     trace = exact(text, execution="hard").trace
     routed, model = [site.routed for site in trace.sites], as_served(copy.deepcopy(exact))
     if not any(routed):
@@ -104,13 +109,14 @@ def _checked(entry: Entry, out: Path, text: Tensor, spellings: Sequence[bytes]) 
     return [Timed(entry, how, run, active) for how, run in ways.items()]
 
 
-def _model(entry: Entry, out: Path, spellings: Sequence[bytes]) -> LanguageModel:
+def _model(entry: Entry, scale: Scale, out: Path, spellings: Sequence[bytes]) -> LanguageModel:
     """Of the first seed; untrained where its weights decide nothing: a dense model, or a rule."""
     config = entry.config
     if config.method == DenseConfig() or (isinstance(config.method, SpanConfig) and config.method.decide == "rule"):
         shape = replace(config.model, vocab_size=len(spellings))
         return build(replace(config, model=shape), spellings).eval()
-    return load_model(Run.open(out / next(iter(entry.runs(1)))), torch.device("cpu"))
+    name = next(iter(entry.runs(1)))
+    return load_model(Run.open(out / (name if scale == BASE else named(scale.title, name))), torch.device("cpu"))
 
 
 def _ways(model: LanguageModel, ids: Tensor, execution: str, **forced: Tensor) -> dict[str, Condition]:

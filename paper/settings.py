@@ -112,8 +112,6 @@ class Comparison:
     settings: tuple[Setting, ...]
     files: tuple[str, ...]
     """Where rows of the same experiments are looked for, the first before the others; new ones go into the first."""
-    tokens: int | None = None
-    """Evaluated on the beginning of the split; none is all of it."""
 
 
 RUNS = "compare.json"

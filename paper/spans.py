@@ -100,7 +100,8 @@ def at_scale(results: Path, scale: Scale, *, quick: bool = False) -> list[Entry]
     """Dense models, the rule and the best of the others, as far as the search is complete."""
     search = Search.read(results, quick=quick)
     deciders = [one.name for one in contenders.CONTENDERS if one.method == "span" and one.name != RULE]
-    wanted = {RULE, best_of(deciders, search), best_at_full_length(deciders, results), best_of(BLOCK_BY_BLOCK, search)}
+    learned = {best_of(deciders, search), best_at_full_length(deciders, results, search)}
+    wanted = {RULE, *learned, best_of(BLOCK_BY_BLOCK, search)}
     found = []
     for entry in entries(search):
         layers = entry.config.model.n_layer
@@ -117,9 +118,9 @@ def best_of(names: Iterable[str], search: Search) -> str | None:
     return min(found, key=lambda one: one.difference).contender.name if found else None
 
 
-def best_at_full_length(names: Iterable[str], results: Path) -> str | None:
+def best_at_full_length(names: Iterable[str], results: Path, search: Search) -> str | None:
     """Of these contenders the one that ended with the lowest loss on validation text, in the mean over its seeds."""
-    search, path = Search.read(results), results / BASE_ROWS
+    path = results / BASE_ROWS
     rows, losses = by_experiment(read_rows(path) if path.exists() else []), {}
     for one in contenders.CONTENDERS:
         choice = search.choice(one)
@@ -139,6 +140,11 @@ def of_widths(results: Path, *, quick: bool = False) -> list[Entry]:
             setting = Setting(f"{rule.setting.title}, inner width {width}", RULE, "")
             found.append(replace(rule, setting=setting, config=override(rule.config, {"method.width": str(inner)})))
     return found
+
+
+def named(title: str, run: str) -> str:
+    """The folder of a run of a scale."""
+    return f"{title.replace(' ', '_').replace(',', '')}-{run}"
 
 
 def spans(
@@ -162,7 +168,7 @@ def spans(
     for title, found in made.items():
         for entry in found:
             for name, config in entry.runs(1 if quick else seeds).items():
-                configs[f"{title.replace(' ', '_').replace(',', '')}-{name}"] = config
+                configs[named(title, name)] = config
     if not configs:
         raise UserError(f"{results} has no complete search yet; run: python -m paper search")
     for text in {config.data for config in missing(configs, results / ROWS).values()}:

@@ -1,6 +1,7 @@
 """What configs check of their values: a wrong one is a `UserError` that names it, what was expected and the flag."""
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -32,9 +33,15 @@ def _digits(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
 
 
+@functools.cache
+def types_of(config: type) -> typing.Mapping[str, Any]:
+    """Of its fields, by name. Looked up once: pages read thousands of configs."""
+    return types.MappingProxyType(typing.get_type_hints(config))
+
+
 def check_types(config: object, part: str) -> None:
     """Check that every field holds what its annotation says, also where no JSON was read."""
-    for key, hint in typing.get_type_hints(type(config)).items():
+    for key, hint in types_of(type(config)).items():
         coerce(hint, getattr(config, key), f"{part}.{key}")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tokendepth.checks import check, check_range, check_types, coerce, flag, printable
+from tokendepth.checks import check, check_range, check_types, coerce, flag, printable, types_of
 from tokendepth.data_config import CORPORA as CORPORA
 from tokendepth.data_config import DEFAULT_SOURCE_LENGTH, DataConfig
 from tokendepth.data_config import NO_CORPUS as NO_CORPUS
@@ -273,7 +273,7 @@ def from_dict(tree: object) -> RunConfig:
 def _build(cls: type, tree: object, prefix: str) -> Any:
     if not isinstance(tree, dict):
         raise UserError(f"{prefix.rstrip('.')} is {tree!r}; expected a JSON object")
-    hints = typing.get_type_hints(cls)
+    hints = types_of(cls)
     for key in tree:
         if key not in hints:
             hint = did_you_mean(str(key), hints) if hints else "it has no options"
@@ -301,7 +301,7 @@ def options(config: RunConfig) -> dict[str, Any]:
     """Every dotted name that can be overridden, with its type: `{"train.steps": int, ...}`."""
     found = {}
     for part in ("data", "model", "method", "train"):
-        for key, hint in typing.get_type_hints(type(getattr(config, part))).items():
+        for key, hint in types_of(type(getattr(config, part))).items():
             found[f"{part}.{key}"] = hint
     return found
 
@@ -330,7 +330,7 @@ def unknown_option(name: str, config: RunConfig, others: Iterable[str] = ()) -> 
         return f"{flag(name)}: the recipe chooses the method, as in shakespeare.mod; it is one of {methods}"
     spellings = {spelling: flag(o) for o in known for spelling in (o, o.replace(".", "_"), o.split(".")[1])}
     if part in ("", "method") and key not in spellings:
-        owners = [m for m, cls in METHOD_CONFIGS.items() if key in typing.get_type_hints(cls)]
+        owners = [m for m, cls in METHOD_CONFIGS.items() if key in types_of(cls)]
         if owners:
             return f"{flag(name)}: an option of method {' and '.join(owners)}, but this run's method is {own}; drop it"
         if part and not any(n.startswith("method.") for n in known):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tests.methods.test_span import MODERN, given, method_of, some, span, tokens
 from tokendepth.config import DenseConfig, RunConfig
@@ -45,7 +46,7 @@ def test_spare_room_changes_nothing(case, steps, tile, monkeypatch):
         assert_same(pass_(ids), expected)
         assert_same(pass_(), expected)
         assert asked[-1] == expected.trace.work[1].sum()
-    assert method_of(model).room is None, "other passes are as they were"
+    assert not method_of(model).packing, "other passes are as they were"
 
 
 @pytest.mark.parametrize("decided", [torch.ones_like, torch.zeros_like, some], ids=["all", "nobody", "some"])
@@ -54,6 +55,23 @@ def test_whoever_is_told_to_take_the_span_takes_it(decided):
     model, ids = made("score"), tokens()
     forced: dict[str, Tensor] = model.forcing(given(decided(ids).bool()))
     assert_same(PackedPass(model, ids, model, **forced)(), model(ids, execution="sparse", **forced))
+
+
+@torch.no_grad()
+def test_a_compiler_tells_packed_passes_from_others():
+    """The same compiled model serves both, in any order, and compiles nothing again."""
+    model, ids = made("score"), tokens()
+    torch.compiler.reset()
+    fast = torch.compile(model, dynamic=False, backend="eager")
+    expected, pass_ = model(ids, execution="sparse"), PackedPass(model, ids, fast)
+    for _ in range(2):
+        assert_same(fast(ids, execution="sparse"), expected)
+        assert_same(pass_(), expected)
+    graphs = counters["stats"]["unique_graphs"]
+    for _ in range(2):
+        assert_same(pass_(), expected)
+        assert_same(fast(ids, execution="sparse"), expected)
+    assert counters["stats"]["unique_graphs"] == graphs > 3, "in pieces, and as a whole"
 
 
 def test_room_grows_in_steps():

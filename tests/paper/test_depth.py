@@ -309,7 +309,7 @@ def test_the_readme_has_what_was_timed_at_equal_loss(searched):
     rows = [
         {"config": to_dict(e.config), "device": d, "batch": b, "pass_ms": [e.config.model.n_layer * scale]}
         for e in timed
-        for d, b, scale in (("CPU x", 8, 1.0), ("NVIDIA H200", 64, 0.1))
+        for d, b, scale in (("CPU x, 2 threads", 8, 1.0), ("NVIDIA H200", 64, 0.1))
     ]
     (searched / depth.PASSES).write_text(json.dumps(rows))
     lines = {line[1]: line for line in generated._studied(searched)}
@@ -390,7 +390,7 @@ def test_dense_models_are_there_at_every_scale_and_doubling_is_told(searched):
 
 def test_of_learned_deciders_those_are_scaled_that_did_best_short_and_long_on_validation(searched):
     search, names = Search.read(searched), ["span_score", "span_taught", "span_boundary"]
-    assert spans.best_at_full_length(names, searched) is None, "not run"
+    assert spans.best_at_full_length(names, searched, search) is None, "not run"
     rows = []
     for name, losses in zip(names, [(1.0, 1.2), (1.1, 1.05), (0.9, 1.3)], strict=True):
         choice = search.choice(next(one for one in CONTENDERS if one.name == name))
@@ -399,7 +399,7 @@ def test_of_learned_deciders_those_are_scaled_that_did_best_short_and_long_on_va
             config = choice.contender.config(choice.value, choice.rate, LONG, seed)
             rows.append(made_up(config, 2 - loss, SIX) | {"history": [{"val_loss": 0.1}, {"val_loss": loss}]})
     (searched / depth.ROWS).write_text(json.dumps(rows))
-    assert spans.best_at_full_length(names, searched) == "span_taught", "the lowest mean at the end of training"
+    assert spans.best_at_full_length(names, searched, search) == "span_taught", "the lowest mean at the end of training"
     scaled = {entry.setting.method for entry in spans.at_scale(searched, spans.TWICE)}
     assert {"span_taught", spans.best_of(names, search), spans.RULE} <= scaled
 

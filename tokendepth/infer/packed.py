@@ -5,6 +5,7 @@ graphs: up to the decision, and from there on, with room for so many rows. Rows 
 by nobody; sizes of the room are a step apart, so that few graphs serve all texts.
 """
 
+import contextlib
 import gc
 import math
 from collections.abc import Callable
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from tokendepth.model import LanguageModel, Output
+from tokendepth.ops.launch import LOW_PRECISION
+from tokendepth.ops.varlen_attention import flash_takes
 
 STEPS, TILE = 32, 128
 """The room grows by a 32nd of the tokens, in whole tiles of the library's products."""
@@ -37,13 +40,17 @@ class PackedPass:
 
     def __init__(self, model: LanguageModel, ids: Tensor, forward: Callable[..., Output], **given: Tensor) -> None:
         assert model.method.packs
+        assert not model.training
+        if ids.is_cuda:  # else attention would ask the device for more
+            assert model.norm.weight.dtype in LOW_PRECISION
+            assert flash_takes(model.config.width)
         self._method, self._forward, self._given, self._ids = model.method, forward, given, ids.clone()
         self._step = TILE * math.ceil(ids.numel() / STEPS / TILE)
         self._room = 0
         self._graphs: dict[int, _Graphs] = {}
         self._capturing: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
         self._pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None
-        # One object for all passes: a compiler compiles again for another.
+        self._side = torch.cuda.Stream() if ids.is_cuda else None  # one for all: memory is kept by stream
         self._asked = cast(Callable[[Tensor], int], torch.compiler.disable(self._between))
 
     def room_for(self, count: int) -> int:
@@ -66,11 +73,11 @@ class PackedPass:
         return graphs.found
 
     def _run(self) -> Output:
-        self._method.room = self._asked
+        self._method.packing, self._method.room = True, self._asked
         try:
             return self._forward(self._ids, execution="sparse", **self._given)
         finally:
-            self._method.room = None
+            self._method.packing, self._method.room = False, None
 
     def _between(self, count: Tensor) -> int:
         """Asked in the middle of a pass: how much room there is for `count` rows."""
@@ -81,6 +88,7 @@ class PackedPass:
             self._count = count
             first.capture_end()
             second.capture_begin(pool=self._pool)
+            self._open = second
         return self._room
 
     def _decided(self) -> _Graphs:
@@ -93,7 +101,8 @@ class PackedPass:
 
     def _captured(self) -> _Graphs:
         first, second = graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream()
+        side = self._side
+        assert side is not None
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):  # compiles; lazy initialisations must not be captured
@@ -101,12 +110,16 @@ class PackedPass:
             torch.cuda.synchronize()
             gc.collect()
             torch.cuda.empty_cache()
-            self._capturing = graphs
+            self._capturing, self._open = graphs, first
             try:
                 first.capture_begin(pool=self._pool)
                 found = self._run()
-                second.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # else every later call of this process would fail
+                    self._open.capture_end()
+                raise
             finally:
                 self._capturing = None
+            second.capture_end()
         torch.cuda.current_stream().wait_stream(side)
         return _Graphs(first, second, self._count, found)

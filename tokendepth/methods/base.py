@@ -48,9 +48,9 @@ class Method(nn.Module):
     skips_on_device = False
     """Whether sparse execution needs no host synchronisation where kernels run."""
     packs = False
-    """Whether sparse execution packs the tokens of several blocks once, into as many rows as `room` says."""
-    room: Callable[[Tensor], int] | None = None
-    """Asked, with the number of those tokens, how many rows to make: as many, or more. None: as many."""
+    """Whether sparse execution packs the tokens of several blocks once."""
+    room: Callable[[Tensor], int] | None
+    """While `packing`: asked, with the number of those tokens, how many rows to make, as many or more."""
     draft_share = 0.2
     """The share of tokens, or of routed blocks, that works in a draft, unless another is named."""
     wants_teacher = False
@@ -65,6 +65,7 @@ class Method(nn.Module):
     def __init__(self, model: ModelConfig, config: MethodConfig) -> None:
         super().__init__()
         self.model, self.config = model, config
+        self.packing, self.room = False, None
 
     def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         raise NotImplementedError

@@ -20,9 +20,9 @@ number, calibrated on training text, so that a decision depends on the token's p
 are known beforehand: each sequence has `ROOM` times its share of rows, and the lowest scores that find none skip.
 
 Left open and decided here: thresholds that are given, such as decisions to be obeyed, hold for the first token too. A
-score weighs updates by sigmoid(s) unless they are smoothed, which weighs them already. On a GPU with kernels for the
-block nothing is packed, because how long a packed sequence is only the device knows: there each block works on the
-listed rows, as in Mixture-of-Depths. Blocks of another width are packed there, too.
+score weighs updates by sigmoid(s) unless they are smoothed, which weighs them already. How long a packed sequence is
+only the device knows. On a GPU with kernels for the block nothing is packed, therefore, but where somebody asks the
+device (`room`): each block works on the listed rows, as in Mixture-of-Depths. Blocks of another width are packed.
 """
 
 import math
@@ -193,7 +193,7 @@ class Span(ExactBuffers, Method):
                 ctx.remember("span length", columns + 1)
                 writes = torch.where(active, columns, ctx.cache.capacity)
                 ctx = replace(ctx, columns=columns.clamp(min=0), writes=writes)
-            room = self.room if ctx.cache is None else None
+            room = self.room if ctx.packing and ctx.cache is None else None
             if ctx.execution == "sparse" and (room or self.enter is not None or not first.skips_by_kernel(hidden)):
                 places = first_places(active, decision.listed, room(active.sum())) if room else compact(active)
                 inside = ctx.gathered(active, places, columns, lengths, spare=room is not None)

@@ -1,5 +1,6 @@
 """What is carried on from token to token: `c_t = fresh_t + keep_t c_{t-1}`."""
 
+import torch
 from torch import Tensor
 
 from tokendepth.ops.carry_on.eager import eager
@@ -11,11 +12,12 @@ __all__ = ["carry_on"]
 def carry_on(fresh: Tensor, keep: Tensor, before: Tensor | None = None, backend: str = "auto") -> Tensor:
     """fresh: `[batch, time, d]`. keep: `[batch, time]`, numbers or decisions. before: `[batch, d]`, c_0; None: 0.
 
-    `auto` is the kernel on a GPU, and `eager` otherwise and for a single token. The kernel has no gradient of `before`.
+    `auto` is the kernel on a GPU, and `eager` otherwise and for a single token. The kernel sums in float32, and has no
+    gradient of `before`.
     """
     if backend == "auto":
-        needs_all = before is not None and before.requires_grad
-        backend = "kernel" if fresh.is_cuda and fresh.shape[1] > 1 and has_triton() and not needs_all else "eager"
+        exact = fresh.dtype == torch.float64 or (before is not None and before.requires_grad)
+        backend = "kernel" if fresh.is_cuda and fresh.shape[1] > 1 and has_triton() and not exact else "eager"
     if backend == "kernel":
         from tokendepth.ops.carry_on.kernel import kernel as run
     elif backend == "eager":

@@ -116,9 +116,8 @@ def _gradients(grad: Tensor, keep: Tensor, out: Tensor, before: Tensor | None, o
         start = out if before is None else before.contiguous()
         choices = {"BEFORE": before is not None, "OF_KEEP": of_keep}
         with torch.cuda.device_of(grad):
-            _backward[_grid(grad)](
-                grad, keep.contiguous(), out, start, grad_fresh, grad_keep, *grad.shape[1:], **choices, **_sizes(grad)
-            )
+            given = grad, keep.contiguous(), out.contiguous(), start, grad_fresh, grad_keep
+            _backward[_grid(grad)](*given, *grad.shape[1:], **choices, **_sizes(grad))
     return grad_fresh, grad_keep
 
 

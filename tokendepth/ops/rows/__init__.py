@@ -44,7 +44,7 @@ def first_places(active: Tensor, listed: Listed | None, count: int) -> Tensor:
 
 def put_active(x: Tensor, active: Tensor, values: Tensor) -> Tensor:
     """`x` `[batch, time, d]` with the first of `values` `[n, d]` in the place of the active tokens, in their order."""
-    row = (active.flatten().cumsum(0) - 1).clamp(min=0)
+    row = (active.flatten().cumsum(0) - 1).clamp(0, len(values) - 1)
     return torch.where(active[..., None], values.index_select(0, row).view_as(x), x)
 
 

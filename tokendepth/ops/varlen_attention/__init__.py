@@ -5,8 +5,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tokendepth.ops.varlen_attention.eager import eager as varlen_attention
+from tokendepth.ops.varlen_attention.eager import flash_takes
 
-__all__ = ["Varlen", "varlen_attention"]
+__all__ = ["Varlen", "flash_takes", "varlen_attention"]
 
 
 class Varlen(NamedTuple):

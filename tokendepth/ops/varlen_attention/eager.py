@@ -17,14 +17,16 @@ def eager(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor, long
 def _attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor, longest: int) -> Tensor:
     if not len(q):
         return torch.empty_like(q)
-    if _flash_serves(q, k):
-        starts = F.pad(counts.cumsum(0), (1, 0)).int()
-        return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, longest, longest, 0.0, True, False)[0]
+    if q.is_cuda and q.dtype in LOW_PRECISION and k.dim() == 3 and flash_takes(q.shape[2]):
+        starts = F.pad(counts.cumsum(0), (1, 0)).clamp(max=len(q)).int()
+        most = max(longest, 2)  # told of single rows it would expect one of every sequence
+        return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, most, most, 0.0, True, False)[0]
     return (_padded if _launches_cost(q) else _by_sequence)(q, k, v, counts, lengths)
 
 
-def _flash_serves(q: Tensor, k: Tensor) -> bool:
-    return q.is_cuda and q.dtype in LOW_PRECISION and k.dim() == 3 and q.shape[2] % 8 == 0
+def flash_takes(width: int) -> bool:
+    """Heads of this width."""
+    return width % 8 == 0 and width <= 256
 
 
 def _launches_cost(q: Tensor) -> bool:
