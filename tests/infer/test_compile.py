@@ -87,8 +87,6 @@ def test_weights_that_change_afterwards_are_seen():
     one.method.blocks[0].ffn.up.weight.mul_(2)
     check(one, fast[one])
     check(other, fast[other])
-    one.method.blocks[0].ffn.up.weight.mul_(2)
-    check(one, compiled(one).eval())
 
 
 def test_freed_memory_is_kept():
