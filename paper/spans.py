@@ -82,6 +82,8 @@ SCALES = (
     BPE,
 )
 """The one most asked for first: a call that is cut short has it."""
+WIDTHS = (256, 384, 512)
+"""Of the blocks of a span, in models of width 256. The first has the maps into and out of the span alone: a control."""
 
 
 def scale_of(title: str) -> Scale:
@@ -90,10 +92,6 @@ def scale_of(title: str) -> Scale:
     if title and title not in found:
         raise UserError(f"--scale is {title!r}: no such scale; {did_you_mean(title, found)}")
     return found.get(title, BASE)
-
-
-WIDTHS = (256, 384, 512)
-"""Of the blocks of a span, in models of width 256. The first has the maps into and out of the span alone: a control."""
 
 
 def at_scale(results: Path, scale: Scale, *, quick: bool = False) -> list[Entry]:
