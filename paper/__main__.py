@@ -148,6 +148,10 @@ class Spans:
 
     seeds: int = 3
     """How many seeds each, from 0; fewer than three prove nothing."""
+    scale: str = ""
+    """Models of this scale, such as "width 512" or "inner width"; all unless named."""
+    only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A contender to train now, such as dense; may be given several times; all unless named."""
     quick: bool = False
     """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
     max_minutes: float | None = None

@@ -203,7 +203,8 @@ def at_equal_loss(found: Outcomes, made: list[Entry], results: Path, *, quick: b
         "What each model takes to run, over what dense models of its own loss take (on the straight line between the "
         "nearest two; below 1 is less than theirs): keys and values in the cache, and the time of a forward pass "
         "executed on the device that is named, the fastest of eager and compiled, on a GPU in bfloat16 and as one CUDA "
-        "graph, or two around a span that is packed. `outside`: no two dense models lie around that loss."
+        "graph; all but rules take decisions drawn at random with the shares of their row. "
+        "`outside`: no two dense models lie around that loss."
     )
     return f"{wrapped(words)}\n\n{table(titles, rows, words=2)}"
 

@@ -1,8 +1,9 @@
 """The time of a forward pass of what `depth` trained: what a loss costs to run, beside dense models of that loss.
 
 On validation text. Dense models need no weights for it, nor does a rule; all others decide by the routers in the run
-folder of their first seed. Skipping is checked against masking before it is timed; all take turns, so that drift hits
-all alike. On a GPU a pass is one CUDA graph; of a span that is packed, two, with the question between them.
+folder of their first seed, or, where that is gone, take decisions drawn at random with the share that their row has for
+each block: a pass takes as long whichever tokens they are. Skipping is checked against masking before it is timed; all
+take turns, so that drift hits all alike. On a GPU a pass is one CUDA graph.
 
     from paper.passes import passes
     passes(only=("budget", "mod"))          # nothing else may run on the device meanwhile
@@ -16,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paper.depth import PASSES, Entry, check_names, entries
+from paper.depth import PASSES, Entry, check_names, outcomes
 from paper.grid import Progress as Done
-from paper.search import Search
-from paper.spans import BASE, Scale, at_scale, named
+from paper.outcomes import Outcomes
+from paper.spans import BASE, Scale, named, outcomes_at
 from tokendepth import data
 from tokendepth.bench.forward import as_served, check_equal
 from tokendepth.config import DenseConfig, SpanConfig, to_dict
@@ -48,6 +49,8 @@ class Timed:
     how: str
     run: Condition
     active_fraction: float = 1.0
+    decided: str = "own"
+    """Or drawn: at random."""
 
 
 def passes(
@@ -67,8 +70,8 @@ def passes(
     """
     check_names(only)
     folder = out or Path("runs/depth" if scale == BASE else "runs/spans")
-    where, search = choose_device(device), Search.read(results, quick=quick)
-    found = entries(search, quick=quick) if scale == BASE else at_scale(results, scale, quick=quick)
+    where = choose_device(device)
+    ran, found = outcomes(results, quick=quick) if scale == BASE else outcomes_at(results, scale, quick=quick)
     dense = [entry for entry in found if entry.setting.method == "dense"]
     routed = [entry for entry in found if entry.setting.method in only]
     if missing := next((name for name in only if name not in {entry.setting.method for entry in routed}), None):
@@ -83,8 +86,12 @@ def passes(
             torch.compiler.reset()  # else code compiled for an earlier shape is made general, and slower
             text, _ = next(iter(dataset.windows("val", context, batch)))
             ids = torch.from_numpy(text).to(where)
-            models = ((entry, _model(entry, scale, folder, spellings)) for entry in [*routed, *dense])
-            ways = [way for entry, model in models for way in _checked(entry, model, ids)]
+            ways: list[Timed] = []
+            for entry in [*routed, *dense]:
+                trained = _trained(entry, scale, folder)
+                model = trained or _untrained(entry, spellings)
+                drawn = None if trained or _decides_untrained(entry) else _drawn(model, entry, ran, ids)
+                ways += _checked(entry, model, ids, drawn)
             rows = _timed(ways, batch, where)
             add_rows(results / PASSES, rows, identity=("config", "batch", "device"))
             progress.advance()
@@ -92,10 +99,10 @@ def passes(
 
 
 @torch.no_grad()
-def _checked(entry: Entry, exact: LanguageModel, text: Tensor) -> list[Timed]:
-    """The ways to run an entry's model on `text`; a routed one decides in float32, and all ways obey."""
+def _checked(entry: Entry, exact: LanguageModel, text: Tensor, drawn: Tensor | None) -> list[Timed]:
+    """The ways to run an entry's model on `text`; one whose decisions are not `drawn` decides in float32. All obey."""
     exact = exact.to(text.device)
-    trace = exact(text, execution="hard").trace
+    trace = exact(text, execution="hard", decisions=drawn).trace
     routed, model = [site.routed for site in trace.sites], as_served(copy.deepcopy(exact))
     if not any(routed):
         return [Timed(entry, how, run) for how, run in _ways(model, text, "hard").items()]
@@ -106,17 +113,39 @@ def _checked(entry: Entry, exact: LanguageModel, text: Tensor) -> list[Timed]:
         found = run()
         same = bool((found.trace.work == wanted.trace.work).all())
         check_equal(found.logits, hard.logits, wanted.logits, same_decisions=same)
-    return [Timed(entry, how, run, active) for how, run in ways.items()]
+    return [Timed(entry, how, run, active, "own" if drawn is None else "drawn") for how, run in ways.items()]
 
 
-def _model(entry: Entry, scale: Scale, out: Path, spellings: Sequence[bytes]) -> LanguageModel:
-    """Of the first seed; untrained where its weights decide nothing: a dense model, or a rule."""
-    config = entry.config
-    if config.method == DenseConfig() or (isinstance(config.method, SpanConfig) and config.method.decide == "rule"):
-        shape = replace(config.model, vocab_size=len(spellings))
-        return build(replace(config, model=shape), spellings).eval()
+def _trained(entry: Entry, scale: Scale, out: Path) -> LanguageModel | None:
+    """The model of the first seed, where its run folder is there."""
     name = next(iter(entry.runs(1)))
-    return load_model(Run.open(out / (name if scale == BASE else named(scale.title, name))), torch.device("cpu"))
+    folder = out / (name if scale == BASE else named(scale.title, name))
+    return load_model(Run.open(folder), torch.device("cpu")) if folder.exists() else None
+
+
+def _untrained(entry: Entry, spellings: Sequence[bytes]) -> LanguageModel:
+    shape = replace(entry.config.model, vocab_size=len(spellings))
+    return build(replace(entry.config, model=shape), spellings).eval()
+
+
+def _decides_untrained(entry: Entry) -> bool:
+    method = entry.config.method
+    return method == DenseConfig() or (isinstance(method, SpanConfig) and method.decide == "rule")
+
+
+def _drawn(model: LanguageModel, entry: Entry, ran: Outcomes, ids: Tensor) -> Tensor:
+    """`[routed site, batch, time]`: each with the share that the first seed had there on test text.
+
+    One number is drawn for each token, so that who takes a block of a smaller share takes those of larger ones.
+    """
+    row = ran.first_row(entry.setting)
+    if row is None or entry.setting.flops is not None:
+        raise UserError(f"{entry.setting.title} has no run folder, and no row that says what it skips; train it first")
+    sites = model.method.sites(keys=1)
+    shares = row["evaluation"]["sparse"]["active_fraction_per_site"]
+    draws = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0))
+    routed = [draws < share for site, share in zip(sites, shares, strict=True) if site.routed]
+    return torch.stack(routed).to(ids.device)
 
 
 def _ways(model: LanguageModel, ids: Tensor, execution: str, **forced: Tensor) -> dict[str, Condition]:
@@ -137,7 +166,7 @@ def _timed(ways: list[Timed], batch: int, device: torch.device) -> list[Row]:
     with Progress(f"batch {batch}: compiling", len(ways), unit="ways") as progress:
         captures = {}
         for number, way in enumerate(ways):
-            whole = isinstance(way.run, PackedPass)  # it has graphs of its own
+            whole = isinstance(way.run, PackedPass)  # it has a graph of its own
             captures[number] = way.run if whole else captured(way.run, device, pool=pool)
             captures[number]()
             progress.advance()
@@ -149,5 +178,6 @@ def _timed(ways: list[Timed], batch: int, device: torch.device) -> list[Row]:
         title, times = way.entry.setting.title, quartiles(spent[number])
         if title not in rows or times[0] < rows[title]["pass_ms"][0]:
             facts = {"batch": batch, "pass_ms": times, "how": way.how, "active_fraction": way.active_fraction}
+            facts["decided"] = way.decided
             rows[title] = {"name": title, "config": to_dict(way.entry.config), **facts, **environment(device)}
     return list(rows.values())

@@ -18,7 +18,7 @@ from statistics import mean
 from paper import contenders
 from paper.contenders import DATA, LONG, MODEL, WARM_UP, miniature
 from paper.depth import ROWS as BASE_ROWS
-from paper.depth import SEEDS, Entry, entries, fill_on_test, outcomes_of
+from paper.depth import SEEDS, Entry, check_names, entries, fill_on_test, outcomes_of
 from paper.evidence import by_experiment
 from paper.grid import Deadline, Progress, missing, same
 from paper.outcomes import Outcomes
@@ -76,7 +76,6 @@ validation split; of bytes it is 0.256).
 SCALES = (
     BASE,
     Scale("width 512", width=512, layers=(*LAYERS, 12)),
-    Scale("context 512", context=512),
     Scale("context 1,024", context=1024),
     TWICE,
     BPE,
@@ -84,14 +83,20 @@ SCALES = (
 """The one most asked for first: a call that is cut short has it."""
 WIDTHS = (256, 384, 512)
 """Of the blocks of a span, in models of width 256. The first has the maps into and out of the span alone: a control."""
+INNER_WIDTH = "inner width"
+"""What those models are called where others are called by their scale."""
 
 
 def scale_of(title: str) -> Scale:
     """By its title; the first, if none is given."""
     found = {scale.title: scale for scale in SCALES}
-    if title and title not in found:
-        raise UserError(f"--scale is {title!r}: no such scale; {did_you_mean(title, found)}")
+    _check_scale(title, found)
     return found.get(title, BASE)
+
+
+def _check_scale(title: str, known: Iterable[str]) -> None:
+    if title and title not in known:
+        raise UserError(f"--scale is {title!r}: no such scale; {did_you_mean(title, known)}")
 
 
 def at_scale(results: Path, scale: Scale, *, quick: bool = False) -> list[Entry]:
@@ -148,6 +153,8 @@ def named(title: str, run: str) -> str:
 def spans(
     *,
     seeds: int = SEEDS,
+    scale: str = "",
+    only: tuple[str, ...] = (),
     quick: bool = False,
     max_minutes: float | None = None,
     out: Path = Path("runs/spans"),
@@ -155,19 +162,25 @@ def spans(
     workers: int | None = None,
     show: bool = True,
 ) -> Progress:
-    """Fill the rows of all scales but the first, which `depth` fills; run folders go to `out`."""
+    """Fill the rows of all scales but the first, which `depth` fills; run folders go to `out`.
+
+    `scale` and `only` name the scale and the contenders to train now; none is all.
+    """
     if seeds < 1:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     if max_minutes is not None and not max_minutes > 0:
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
+    check_names(only)
     configs, deadline = {}, Deadline.after(max_minutes)
-    made = {scale.title: at_scale(results, scale, quick=quick) for scale in SCALES[1:]}
-    made["inner width"] = of_widths(results, quick=quick)
+    made = {one.title: at_scale(results, one, quick=quick) for one in SCALES[1:]}
+    made[INNER_WIDTH] = of_widths(results, quick=quick)
+    _check_scale(scale, made)
     for title, found in made.items():
-        for entry in found:
-            for name, config in entry.runs(1 if quick else seeds).items():
-                configs[named(title, name)] = config
-    if not configs:
+        for entry in found if scale in ("", title) else ():
+            if not only or entry.setting.method in only:
+                runs = entry.runs(1 if quick else seeds)
+                configs |= {named(title, name): config for name, config in runs.items()}
+    if not any(made.values()):
         raise UserError(f"{results} has no complete search yet; run: python -m paper search")
     for text in {config.data for config in missing(configs, results / ROWS).values()}:
         data.load(text)  # fills the cache: runs that begin side by side would each train the BPE and encode the text

@@ -41,8 +41,8 @@ class Context:
     """`[batch, time]`: over which tokens losses are taken; None: all that are no padding."""
     teacher: Tensor | None = None
     """`[batch, time, vocabulary]` logits of the model that this one is to be like, while training with a teacher."""
-    packing: bool = False
-    """Whether the method's `room` is to be asked."""
+    room: int = 0
+    """The method's `room`, in a pass that has one."""
     readout: Callable[[Tensor], Tensor] | None = None
     """Hidden states to logits: final norm and head."""
     layer: int | None = None

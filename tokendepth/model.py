@@ -266,8 +266,8 @@ class LanguageModel(nn.Module):
         ctx, positions = self._context(time, ids.device, execution, cache, valid, needed)
         ctx = replace(ctx, ids=ids, decisions=decisions, given_thresholds=thresholds)
         ctx = replace(ctx, targets=targets, counted=counted, teacher=teacher)
-        if self.method.packing:  # asked here, too, so that a compiler tells such passes from others before all else
-            ctx = replace(ctx, packing=True)
+        if self.method.room:  # asked here, too, so that a compiler tells such passes from others before all else
+            ctx = replace(ctx, room=self.method.room)
         found = self.method(self.embedded(ids, positions), ctx)
         if cache is not None:
             cache.advance(time, valid, needed)

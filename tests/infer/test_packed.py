@@ -37,16 +37,14 @@ def test_spare_room_changes_nothing(case, steps, tile, monkeypatch):
     """Up to twice as many rows as there are tokens."""
     monkeypatch.setattr(packed, "STEPS", steps)
     monkeypatch.setattr(packed, "TILE", tile)
-    model, asked = made(case), []
+    model = made(case)
     pass_ = PackedPass(model, tokens(), model)
-    monkeypatch.setattr(pass_, "room_for", lambda count, real=pass_.room_for: asked.append(count) or real(count))
     for seed in (0, 1):
         ids = tokens(seed=seed)
         expected = model(ids, execution="sparse")
         assert_same(pass_(ids), expected)
         assert_same(pass_(), expected)
-        assert asked[-1] == expected.trace.work[1].sum()
-    assert not method_of(model).packing, "other passes are as they were"
+    assert not method_of(model).room, "other passes are as they were"
 
 
 @pytest.mark.parametrize("decided", [torch.ones_like, torch.zeros_like, some], ids=["all", "nobody", "some"])
@@ -55,6 +53,23 @@ def test_whoever_is_told_to_take_the_span_takes_it(decided):
     model, ids = made("score"), tokens()
     forced: dict[str, Tensor] = model.forcing(given(decided(ids).bool()))
     assert_same(PackedPass(model, ids, model, **forced)(), model(ids, execution="sparse", **forced))
+
+
+@torch.no_grad()
+def test_a_pass_with_too_little_room_is_repeated_with_more(monkeypatch):
+    monkeypatch.setattr(packed, "TILE", 1)
+    model, made_room = made("score"), []
+    ids = tokens()
+    few, many = (model.forcing(given(torch.arange(ids.numel()).view_as(ids) % n == 0)) for n in (8, 2))
+    thresholds = few["thresholds"].clone()
+    forward = lambda *args, **how: made_room.append(model.method.room) or model(*args, **how)  # noqa: E731
+    pass_ = PackedPass(model, ids, forward, thresholds=thresholds)
+    for told, runs in ((few, 1), (many, 2), (many, 1), (few, 1)):
+        made_room.clear()
+        thresholds.copy_(told["thresholds"])
+        assert_same(pass_(), model(ids, execution="sparse", **told))
+        assert len(made_room) == runs
+    assert made_room[-1] >= ids.numel() // 2, "room once made is kept"
 
 
 @torch.no_grad()

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from paper import contenders, depth, depth_page, gaps, generated, grid, spans
+from paper import contenders, depth, depth_page, gaps, generated, grid, passes, spans
 from paper.__main__ import PAPER
 from paper.contenders import CONTENDERS, DECIDERS, DENSE, LONG, RATES, SHORT, Contender
 from paper.evidence import BITS
@@ -531,9 +532,13 @@ def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys, monkeypatch)
     undrawn.setattr("paper.passes.compiled", lambda model: model)  # takes half a minute each
     line = ["passes", "--quick", "--only", "mod", "--batches", "2", "--device", "cpu"]
     main([*line, "--out", str(tmp_path / "depth"), "--results", str(rows)], PAPER)
-    passes = read_rows(rows / depth.PASSES)
-    assert len(passes) == len(depth.LAYERS) + 1
-    assert {row["active_fraction"] < 1 for row in passes if row["config"]["method"]["name"] == "mod"} == {True}
+    timed = read_rows(rows / depth.PASSES)
+    assert len(timed) == len(depth.LAYERS) + 1
+    mine = [row for row in timed if row["config"]["method"]["name"] == "mod"]
+    assert {(row["active_fraction"] < 1, row["decided"]) for row in mine} == {(True, "own")}
+    main([*line, "--out", str(tmp_path / "gone"), "--results", str(rows)], PAPER)
+    mine = [row for row in read_rows(rows / depth.PASSES) if row["config"]["method"]["name"] == "mod"]
+    assert {(row["active_fraction"] < 1, row["decided"]) for row in mine} == {(True, "drawn")}
     before = hashes(rows)
     undrawn.undo()  # the page is made anew by every command; its last form has all that the others have
     main(["depth", "--quick", "--out", str(tmp_path / "again"), "--results", str(rows)], PAPER)
@@ -570,6 +575,40 @@ def test_some_contenders_can_be_trained_before_others(searched, tmp_path, monkey
     assert len(asked) == 2 * len(depth.entries(Search.read(searched))) + len(depth.order(searched))
     with pytest.raises(UserError, match="did you mean 'mod'"):
         depth.depth(only=("modd",), results=searched, show=False)
+
+
+def test_some_scales_and_contenders_can_be_trained_before_others(searched, monkeypatch):
+    asked: dict[str, RunConfig] = {}
+    monkeypatch.setattr("paper.grid.fill", lambda configs, *_, **__: asked.update(configs) or Progress())
+    monkeypatch.setattr("tokendepth.data.load", lambda _: None)
+    spans.spans(seeds=2, scale="8,000 steps", only=("dense", "span_rule"), results=searched, show=False)
+    assert {config.train.steps for config in asked.values()} == {2 * LONG}
+    assert len(asked) == 2 * (len(spans.LAYERS) + 1)
+    asked.clear()
+    spans.spans(seeds=1, scale=spans.INNER_WIDTH, results=searched, show=False)
+    assert len(asked) == len(spans.WIDTHS)
+    with pytest.raises(UserError, match="did you mean 'width 512'"):
+        spans.spans(scale="width 51", results=searched, show=False)
+
+
+def test_who_takes_a_block_is_drawn_where_no_weights_can_tell(searched):
+    """With each block's share, and who takes a rarer block takes the others, too."""
+    rows = long_rows(searched)
+    mod = next(entry for entry in depth.entries(Search.read(searched)) if entry.setting.method == "mod")
+    model = outline(replace(mod.config, model=replace(mod.config.model, vocab_size=256)))
+    sites = model.method.sites(keys=1)
+    shares = [0.5 if site.routed else 1.0 for site in sites]
+    shares[next(n for n, site in enumerate(sites) if site.routed)] = 0.125
+    for row in rows:
+        row["evaluation"]["sparse"]["active_fraction_per_site"] = shares
+    (searched / depth.ROWS).write_text(json.dumps(rows))
+    drawn = passes._drawn(model, mod, depth.outcomes(searched)[0], torch.zeros(64, 256))
+    assert len(drawn) == sum(site.routed for site in sites)
+    assert drawn.float().mean((1, 2)).tolist() == pytest.approx([0.125, *[0.5] * (len(drawn) - 1)], abs=0.01)
+    assert not (drawn[0] & ~drawn[1]).any()
+    exits = next(entry for entry in depth.entries(Search.read(searched)) if entry.setting.method == "early_exit")
+    with pytest.raises(UserError, match="no run folder"):
+        passes._drawn(model, exits, depth.outcomes(searched)[0], torch.zeros(64, 256))
 
 
 @pytest.mark.parametrize("command", ["search", "depth", "spans", "times"])

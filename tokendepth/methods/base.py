@@ -1,6 +1,6 @@
 """What every method is: it owns its blocks and routers and says how depth is spent."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,8 @@ class Method(nn.Module):
     """Whether sparse execution needs no host synchronisation where kernels run."""
     packs = False
     """Whether sparse execution packs the tokens of several blocks once."""
-    room: Callable[[Tensor], int] | None
-    """While `packing`: asked, with the number of those tokens, how many rows to make, as many or more."""
+    room: int
+    """How many rows to make of those tokens, where that must be known beforehand; 0: as many as there are."""
     draft_share = 0.2
     """The share of tokens, or of routed blocks, that works in a draft, unless another is named."""
     wants_teacher = False
@@ -65,7 +65,7 @@ class Method(nn.Module):
     def __init__(self, model: ModelConfig, config: MethodConfig) -> None:
         super().__init__()
         self.model, self.config = model, config
-        self.packing, self.room = False, None
+        self.room = 0
 
     def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         raise NotImplementedError

@@ -21,8 +21,8 @@ are known beforehand: each sequence has `ROOM` times its share of rows, and the 
 
 Left open and decided here: thresholds that are given, such as decisions to be obeyed, hold for the first token too. A
 score weighs updates by sigmoid(s) unless they are smoothed, which weighs them already. How long a packed sequence is
-only the device knows. On a GPU with kernels for the block nothing is packed, therefore, but where somebody asks the
-device (`room`): each block works on the listed rows, as in Mixture-of-Depths. Blocks of another width are packed.
+only the device knows. On a GPU with kernels for the block nothing is packed, therefore, but where `room` for enough
+rows is given: each block works on the listed rows, as in Mixture-of-Depths. Blocks of another width are packed.
 """
 
 import math
@@ -193,10 +193,10 @@ class Span(ExactBuffers, Method):
                 ctx.remember("span length", columns + 1)
                 writes = torch.where(active, columns, ctx.cache.capacity)
                 ctx = replace(ctx, columns=columns.clamp(min=0), writes=writes)
-            room = self.room if ctx.packing and ctx.cache is None else None
+            room = ctx.room if ctx.cache is None else 0
             if ctx.execution == "sparse" and (room or self.enter is not None or not first.skips_by_kernel(hidden)):
-                places = first_places(active, decision.listed, room(active.sum())) if room else compact(active)
-                inside = ctx.gathered(active, places, columns, lengths, spare=room is not None)
+                places = first_places(active, decision.listed, room) if room else compact(active)
+                inside = ctx.gathered(active, places, columns, lengths, spare=room > 0)
                 rows = self._taken(take(hidden, places), inside)
                 state = put_active(hidden, active, rows) if room else put(hidden, places, rows)
                 return state, ctx.key_count(hidden.shape[1]) - lengths
