@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokendepth.cache import KVCache
@@ -116,10 +117,11 @@ class Context:
         columns: `[batch, time]`, a token's index among the active tokens of its sequence, `lengths` `[batch]` so far.
         spare: there may be more places than active tokens; the rest make a sequence of their own, which nobody reads.
         """
-        counts, time = active.sum(1), active.shape[1]
-        if spare:
-            counts = lengths = torch.cat([counts, len(places) - counts.sum(0, keepdim=True)])
-        varlen = Varlen(counts, lengths, places // time, take(columns, places), time)
+        starts, time = F.pad(active.sum(1).cumsum(0), (1, 0)), active.shape[1]
+        if spare:  # if there are fewer after all, no sequence reaches beyond them
+            starts = F.pad(starts.clamp(max=len(places)), (0, 1), value=len(places))
+            lengths = starts.diff()
+        varlen = Varlen(starts.int(), lengths, places // time, take(columns, places), time)
         rotation = self.rotation
         if rotation is not None:
             cos, sin = (take(part.expand(len(active), -1, -1), places) for part in rotation)

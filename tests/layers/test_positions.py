@@ -39,6 +39,24 @@ def test_a_head_of_four_by_hand():
     assert turned(x, [3], rotary(rope_base=100.0))[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(5,), (2, 5)], ids=["time", "batch and time"])
+def test_a_compiler_takes_angles_as_one_op(shape):
+    """Else it would compute cosines and sines anew in every block."""
+    places, turns = torch.arange(math.prod(shape)).view(shape), RotaryPositions(rotary(8))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append({node.target for node in graph.graph.nodes if node.op == "call_function"})
+        return graph
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        found = torch.compile(turns.rotation, backend=backend, fullgraph=True)(places)
+    for one, expected in zip(found, turns.rotation(places), strict=True):
+        assert torch.equal(one, expected)
+    assert torch.ops.tokendepth.rotation in {getattr(target, "overloadpacket", target) for target in graphs[0]}
+
+
 def test_the_first_position_is_not_turned():
     x = torch.randn(1, 8)
     assert torch.equal(turned(x, [0], rotary(8)), x)

@@ -557,11 +557,13 @@ class Gathers(TorchDispatchMode):
 
 
 @torch.no_grad()
-def test_sparse_gathers_once_and_scatters_once():
-    model, ids = span().eval(), tokens()
+@pytest.mark.parametrize(("carry", "moves"), [("none", (1, 1)), ("last", (2, 0))])
+def test_sparse_takes_rows_out_once_and_gives_back_once(carry, moves):
+    """Updates that are carried on are read by all that get them, instead of being scattered and then carried on."""
+    model, ids = span(carry=carry).eval(), tokens()
     with Gathers() as seen:
         model(ids, execution="sparse", decisions=given(some(ids)))
-    assert (seen.taken, seen.put) == (1, 1)
+    assert (seen.taken, seen.put) == moves
 
 
 @each_shape

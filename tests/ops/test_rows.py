@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokendepth.ops.carry_on import carry_on
 from tokendepth.ops.decide import decide
-from tokendepth.ops.rows import ChosenRows, Listed, compact, product_of_rows, put, take
+from tokendepth.ops.rows import ChosenRows, Listed, compact, last_active, product_of_rows, put, take
 from tokendepth.ops.rows.reference import reference
 
 ROUNDING = 2.0**-24  # of a float32
@@ -50,6 +51,23 @@ def test_by_hand():
     assert take(x, rows).flatten().tolist() == [1, 2, 3]
     assert put(x, rows, torch.tensor([[10.0], [20.0], [30.0]])).flatten().tolist() == [0, 10, 20, 30, 4, 5]
     assert x.flatten().tolist() == [0, 1, 2, 3, 4, 5], "the original is left alone"
+
+
+def test_the_last_active_one_by_hand():
+    active = torch.tensor([[False, True, False, True], [False, False, True, False]])
+    values = torch.tensor([[1.0], [2.0], [3.0]])
+    assert last_active(values, active).flatten().tolist() == [0, 1, 1, 2, 0, 0, 3, 3]
+    assert last_active(values, active, room=3).equal(last_active(values, active))
+    assert last_active(values[:2], active, room=2).flatten().tolist()[:4] == [0, 1, 1, 2], "rows that found no room"
+    assert last_active(values[:0], torch.zeros_like(active)).flatten().tolist() == [0] * 8
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_last_active_one_is_what_is_carried_on(share):
+    dice = torch.Generator().manual_seed(0)
+    active, values = torch.rand(3, 17, generator=dice) < share, torch.randn(3, 17, 5, generator=dice)
+    carried = carry_on(torch.where(active[..., None], values, 0.0), ~active)
+    assert torch.equal(last_active(take(values, compact(active)), active), carried)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tokendepth.measure.flops import count_flops
 from tokendepth.ops.varlen_attention import eager as eager_module
@@ -37,14 +38,15 @@ def inputs(counts: tuple[int, ...], heads: tuple[int, int], cached: bool) -> tup
     rows, width = sum(counts), 5
     q = torch.randn(rows, heads[0], width, generator=rng, dtype=torch.float64)
     lengths = torch.tensor(counts)
+    starts = F.pad(lengths.cumsum(0), (1, 0)).int()
     if not cached:
         k, v = torch.randn(2, rows, heads[1], width, generator=rng, dtype=torch.float64)
-        return q, k, v, torch.tensor(counts), lengths, max(counts)
+        return q, k, v, starts, lengths, max(counts)
     lengths = lengths + torch.tensor(EARLIER[: len(counts)])
     k, v = torch.randn(2, len(counts), heads[1], 20, width, generator=rng, dtype=torch.float64)
     for b, length in enumerate(lengths.tolist()):
         k[b, :, length:], v[b, :, length:] = 1e3, 1e6
-    return q, k, v, torch.tensor(counts), lengths, max(counts)
+    return q, k, v, starts, lengths, max(counts)
 
 
 @each_counts
@@ -67,7 +69,7 @@ def test_a_row_by_hand():
     k = torch.tensor([[[9.0]], [[0.0]], [[2.0]]])
     v = torch.tensor([[[100.0]], [[1.0]], [[3.0]]])
     q = torch.tensor([[[1.0]], [[1.0]], [[1.0]]])
-    out = varlen_attention(q, k, v, torch.tensor([1, 2]), torch.tensor([1, 2]), 2).flatten()
+    out = varlen_attention(q, k, v, torch.tensor([0, 1, 3]), torch.tensor([1, 2]), 2).flatten()
     weight = 1 / (1 + torch.tensor(2.0).exp())  # of the first: exp(0) / (exp(0) + exp(2))
     torch.testing.assert_close(out, torch.stack([v[0, 0, 0], v[1, 0, 0], 3 - 2 * weight]))
 

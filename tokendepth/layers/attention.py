@@ -152,7 +152,7 @@ class Attention(nn.Module):
         q, (k, v) = self._query(q, ctx.rotation), self._key_value(k, v, ctx.rotation)
         if ctx.cache is not None:
             k, v = ctx.cache.append_rows(self._cache_layer(ctx), k, v, rows.sequence, rows.columns)
-        return varlen_attention(q, k, v, rows.counts, rows.lengths, rows.longest).flatten(1)
+        return varlen_attention(q, k, v, rows.starts, rows.lengths, rows.longest).flatten(1)
 
 
 def causal_mask(time: int, keys: int, seen: Tensor | None, columns: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tokendepth.config import ModelConfig
 from tokendepth.layers.exact_buffers import ExactBuffers
+from tokendepth.ops.launch import compiles_inference
 from tokendepth.ops.sparse_block import Rotation
 
 
@@ -43,8 +44,25 @@ class RotaryPositions(ExactBuffers):
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Of positions `[time]` or `[batch, time]`."""
-        angles = torch.atleast_2d(positions)[..., None].float() * self.frequencies
-        return angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        turn = torch.ops.tokendepth.rotation if compiles_inference() else _rotation
+        return turn(torch.atleast_2d(positions), self.frequencies, self.magnitude)
+
+
+def _rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> Rotation:
+    angles = positions[..., None].float() * frequencies
+    return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+# One opaque op to a compiler, which would compute cosines and sines anew in every block, for every head.
+_library = torch.library.Library("tokendepth", "FRAGMENT")
+_library.define("rotation(Tensor positions, Tensor frequencies, float magnitude) -> (Tensor, Tensor)")
+_library.impl("rotation", _rotation, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tokendepth::rotation", lib=_library)
+def _(positions, frequencies, magnitude):
+    shape = *positions.shape, len(frequencies)
+    return frequencies.new_empty(shape), frequencies.new_empty(shape)
 
 
 def make_positions(model: ModelConfig) -> LearnedPositions | RotaryPositions:

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokendepth.config import MethodConfig, ModelConfig
-from tokendepth.context import Context
+from tokendepth.context import Context, Rows
 from tokendepth.model import Block, MethodOutput
 from tokendepth.trace import DepthTrace, Site
 
@@ -166,6 +166,18 @@ def annealed(done: float, anneal: float) -> float:
 def everyone(hidden: Tensor) -> Tensor:
     """The work of a site where every token is active."""
     return torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+
+
+def through(
+    blocks: Iterable[Block],
+    hidden: Tensor,
+    ctx: Context,
+    rows: Rows | None = None,
+    keys: Literal["all", "active"] = "all",
+) -> Tensor:
+    for block in blocks:
+        hidden = block(hidden, ctx, rows, keys)
+    return hidden
 
 
 def blocks_of(modules: nn.ModuleList) -> list[Block]:

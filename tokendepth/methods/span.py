@@ -20,15 +20,13 @@ number, calibrated on training text, so that a decision depends on the token's p
 are known beforehand: each sequence has `ROOM` times its share of rows, and the lowest scores that find none skip.
 
 Left open and decided here: thresholds that are given, such as decisions to be obeyed, hold for the first token too. A
-score weighs updates by sigmoid(s) unless they are smoothed, which weighs them already. How long a packed sequence is
-only the device knows. On a GPU with kernels for the block nothing is packed, therefore, but where `room` for enough
-rows is given: each block works on the listed rows, as in Mixture-of-Depths. Blocks of another width are packed.
+score weighs updates by sigmoid(s) unless they are smoothed, which weighs them already. On a GPU nothing is packed but
+where `room` is given, or where blocks have another width: each block works on listed rows, as in Mixture-of-Depths.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +38,7 @@ from tokendepth.layers.exact_buffers import ExactBuffers
 from tokendepth.layers.ffn import initialise_residual
 from tokendepth.layers.linear import Linear
 from tokendepth.layers.norm import without_scale
-from tokendepth.methods.base import Dial, Method, annealed, blocks_of, divergence, everyone
+from tokendepth.methods.base import Dial, Method, annealed, blocks_of, divergence, everyone, through
 from tokendepth.methods.budget import CURVE, gain_target, quantile, threshold_for
 from tokendepth.methods.mod import Selected, among_site
 from tokendepth.methods.span_bypass import Bypass, rms
@@ -58,7 +56,7 @@ from tokendepth.methods.span_deciders import (
 from tokendepth.model import Block, MethodOutput
 from tokendepth.ops.carry_on import carry_on
 from tokendepth.ops.decide import Decision, decide
-from tokendepth.ops.rows import ChosenRows, compact, first_places, put, put_active, take
+from tokendepth.ops.rows import ChosenRows, compact, first_places, last_active, put, put_active, take
 from tokendepth.trace import Site
 
 ROOM = 1.5
@@ -108,7 +106,7 @@ class Span(ExactBuffers, Method):
 
     def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         before, _, after = self._stages()
-        hidden = _through(before, hidden, ctx)
+        hidden = through(before, hidden, ctx)
         seen = self._seen(hidden)
         score = self.decider(seen, ctx)
         ends = self.rule(seen, ctx) if self.rule is not None and self.training else None
@@ -119,19 +117,15 @@ class Span(ExactBuffers, Method):
             threshold = self._training_threshold(ranked, ctx)
             state, active = self._train(hidden, passed_by, ctx, ranked, threshold)
             losses = self._losses(hidden, passed_by, score, ends, ctx)
+            hidden = self._updated(hidden, state, active, score, threshold, ctx)
         else:
             threshold = ctx.thresholds([self.threshold] * len(self.span))[0]
             listing = hidden if ctx.execution == "sparse" else None  # for kernels: once for all blocks
             decision = decide(-ranked, threshold, ctx.valid, states=listing)
             active = decision.active
-            state, fewer_keys = self._execute(hidden, ctx, decision)
-            state = self._bypassed(state, passed_by, active)
-        if self.knobs.carry == "none" and self.decider.weight(score) is None:
-            hidden = state  # exactly: where every token takes the span, this is the dense model to the bit
-        else:
-            hidden = hidden + self._passed_on(state - hidden, active, score, threshold, ctx)
-        hidden = _through(after, hidden, ctx)
-        work = [active if n in self.span else everyone(hidden) for n in range(len(self.blocks))]
+            hidden, fewer_keys = self._execute(hidden, passed_by, ctx, decision, score, threshold)
+        hidden, full = through(after, hidden, ctx), everyone(hidden)
+        work = [active if n in self.span else full for n in range(len(self.blocks))]
         return MethodOutput(hidden, replace(self.traced(work, ctx), fewer_keys=fewer_keys), losses)
 
     def _stages(self) -> tuple[list[Block], list[Block], list[Block]]:
@@ -142,9 +136,9 @@ class Span(ExactBuffers, Method):
         """`states` after the span, of the tokens of `rows` (None: all). Sparse execution may overwrite them."""
         (_, blocks, _), keys = self._stages(), "all" if rows is None else self.knobs.keys
         if self.enter is None or self.leave is None:
-            return _through(blocks, states, ctx, rows, keys)
+            return through(blocks, states, ctx, rows, keys)
         inner = self.enter(states).to(states.dtype)  # under autocast a product is rounded, and states are not
-        return states + self.leave(_through(blocks, ctx.spare(inner), ctx, rows, keys) - inner)
+        return states + self.leave(through(blocks, ctx.spare(inner), ctx, rows, keys) - inner)
 
     def _seen(self, hidden: Tensor) -> Tensor:
         """What decider and bypass read."""
@@ -160,6 +154,14 @@ class Span(ExactBuffers, Method):
 
     def _bypassed(self, state: Tensor, passed_by: Tensor, active: Tensor) -> Tensor:
         return state if self.bypass is None else torch.where(active[..., None], state, passed_by)
+
+    def _updated(
+        self, hidden: Tensor, state: Tensor, active: Tensor, score: Tensor, threshold: Tensor | float, ctx: Context
+    ) -> Tensor:
+        """`hidden` with what each token gets of the updates that active tokens took with them: `state` - `hidden`."""
+        if self.knobs.carry == "none" and self.decider.weight(score) is None:
+            return state  # exactly: where every token takes the span, this is the dense model to the bit
+        return hidden + self._passed_on(state - hidden, active, score, threshold, ctx)
 
     def _passed_on(
         self, update: Tensor, active: Tensor, score: Tensor, threshold: Tensor | float, ctx: Context
@@ -182,9 +184,18 @@ class Span(ExactBuffers, Method):
 
     # -- evaluation
 
-    def _execute(self, hidden: Tensor, ctx: Context, decision: Decision) -> tuple[Tensor, Tensor | None]:
-        """The states after the span, unchanged where skipped; and how many keys fewer were attended over, if packed."""
+    def _execute(
+        self,
+        hidden: Tensor,
+        passed_by: Tensor,
+        ctx: Context,
+        decision: Decision,
+        score: Tensor,
+        threshold: Tensor | float,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The states after the span; and how many keys fewer were attended over, if it was packed."""
         (_, (first, *_), _), active = self._stages(), decision.active
+        rest = active, score, threshold, ctx
         if self.knobs.keys == "active":
             count = active.sum(1)
             earlier = torch.zeros_like(count) if ctx.cache is None else ctx.cache.state("span length", like=count[0])
@@ -197,15 +208,21 @@ class Span(ExactBuffers, Method):
             if ctx.execution == "sparse" and (room or self.enter is not None or not first.skips_by_kernel(hidden)):
                 places = first_places(active, decision.listed, room) if room else compact(active)
                 inside = ctx.gathered(active, places, columns, lengths, spare=room > 0)
-                rows = self._taken(take(hidden, places), inside)
+                taken, fewer_keys = take(hidden, places), ctx.key_count(hidden.shape[1]) - lengths
+                rows = self._taken(taken, inside)  # library calls overwrite nothing
+                if self.knobs.carry == "last" and ctx.cache is None:  # without a pass over all tokens for each doubling
+                    updates, weight = rows - taken, self.decider.weight(score)
+                    updates = updates if weight is None else take(weight[..., None].to(rows.dtype), places) * updates
+                    return hidden + last_active(updates, active, room), fewer_keys
                 state = put_active(hidden, active, rows) if room else put(hidden, places, rows)
-                return state, ctx.key_count(hidden.shape[1]) - lengths
-        return self._taken(ctx.spare(hidden), ctx, Rows(active, decision)), None
+                return self._updated(hidden, self._bypassed(state, passed_by, active), *rest), fewer_keys
+        state = self._taken(ctx.spare(hidden), ctx, Rows(active, decision))
+        return self._updated(hidden, self._bypassed(state, passed_by, active), *rest), None
 
     @torch.no_grad()
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
         before, _, _ = self._stages()
-        seen = (self._seen(_through(before, part, ctx)) for part in parts)
+        seen = (self._seen(through(before, part, ctx)) for part in parts)
         ranked = torch.cat([self._ranked(self.decider(part, ctx), ctx) for part in seen])
         self.threshold.copy_(_finite(threshold_for(ranked, share)))
         return (ranked > self.threshold).float().mean(1)
@@ -218,7 +235,7 @@ class Span(ExactBuffers, Method):
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for part in parts:
-                hidden = _through(before, part, ctx)
+                hidden = through(before, part, ctx)
                 update = self._taken(hidden, ctx) - hidden
                 yield self._seen(hidden).flatten(0, 1), (update / rms(hidden)).flatten(0, 1)
 
@@ -284,9 +301,9 @@ class Span(ExactBuffers, Method):
         _, _, after = self._stages()
         with torch.no_grad():
             taken = self._taken(hidden, ctx)
-            full = ctx.readout(_through(after, taken, ctx))
+            full = ctx.readout(through(after, taken, ctx))
         skips = torch.rand(hidden.shape[:2], device=hidden.device) < 0.5
-        drafted = ctx.readout(_through(after, torch.where(skips[..., None], passed_by, taken), ctx))
+        drafted = ctx.readout(through(after, torch.where(skips[..., None], passed_by, taken), ctx))
         counted = skips & (targets >= 0)
         return (divergence(full, drafted) * counted).sum() / counted.sum().clamp(min=1)
 
@@ -317,7 +334,7 @@ class Span(ExactBuffers, Method):
         _, _, after = self._stages()
 
         def read(state: Tensor) -> Tensor:
-            return readout(_through(after, state, ctx)).float()
+            return readout(through(after, state, ctx)).float()
 
         def loss(logits: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
@@ -376,18 +393,6 @@ class Span(ExactBuffers, Method):
 
     def set_thresholds(self, values: list[float]) -> None:
         self.threshold.fill_(values[0])
-
-
-def _through(
-    blocks: Iterable[Block],
-    hidden: Tensor,
-    ctx: Context,
-    rows: Rows | None = None,
-    keys: Literal["all", "active"] = "all",
-) -> Tensor:
-    for block in blocks:
-        hidden = block(hidden, ctx, rows, keys)
-    return hidden
 
 
 def _finite(threshold: Tensor) -> Tensor:

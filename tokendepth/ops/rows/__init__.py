@@ -8,12 +8,23 @@ the gradient of taking is spreading and the reverse, and both only read by index
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokendepth.ops.launch import serves, unknown_backend
 from tokendepth.ops.rows.eager import eager as compact
 
-__all__ = ["ChosenRows", "Listed", "compact", "first_places", "product_of_rows", "put", "put_active", "take"]
+__all__ = [
+    "ChosenRows",
+    "Listed",
+    "compact",
+    "first_places",
+    "last_active",
+    "product_of_rows",
+    "put",
+    "put_active",
+    "take",
+]
 
 
 class Listed(NamedTuple):
@@ -46,6 +57,17 @@ def put_active(x: Tensor, active: Tensor, values: Tensor) -> Tensor:
     """`x` `[batch, time, d]` with the first of `values` `[n, d]` in the place of the active tokens, in their order."""
     row = (active.flatten().cumsum(0) - 1).clamp(0, len(values) - 1)
     return torch.where(active[..., None], values.index_select(0, row).view_as(x), x)
+
+
+def last_active(values: Tensor, active: Tensor, room: int = 0) -> Tensor:
+    """`[batch, time, d]`: to each token that of `values` `[n, d]` which is of the last active token of its sequence.
+
+    `values` are of the active tokens, in their order; tokens before the first active one get zeros. room: n, where that
+    may be fewer than there are active tokens; what the others get is then meaningless.
+    """
+    row = torch.where(active.cumsum(1) > 0, active.flatten().cumsum(0).view_as(active), 0).flatten()
+    row = row.clamp(max=room) if room else row
+    return F.pad(values, (0, 0, 1, 0)).index_select(0, row).view(*active.shape, -1)
 
 
 def product_of_rows(

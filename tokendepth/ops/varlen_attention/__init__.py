@@ -13,8 +13,8 @@ __all__ = ["Varlen", "flash_takes", "varlen_attention"]
 class Varlen(NamedTuple):
     """Which rows of `[n, ...]` belong to which sequence."""
 
-    counts: Tensor
-    """`[batch]`: rows of each sequence."""
+    starts: Tensor
+    """`[batch + 1]`, int32: where the rows of each sequence begin, and how many there are of all."""
     lengths: Tensor
     """`[batch]`: keys of each sequence, those of earlier passes included; its rows are the last of them."""
     sequence: Tensor

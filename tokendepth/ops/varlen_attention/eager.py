@@ -5,23 +5,22 @@ from torch import Tensor
 from tokendepth.ops.launch import LOW_PRECISION, compiles_inference
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor, longest: int) -> Tensor:
+def eager(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, longest: int) -> Tensor:
     """As `reference`, by library calls: on a CPU one per sequence, on a GPU one for all.
 
     That one is flash attention for rows in low precision, which asks the device for nothing, and else padded.
     """
     attend = torch.ops.tokendepth.varlen_attention if compiles_inference() else _attend
-    return attend(q, k, v, counts, lengths, longest)
+    return attend(q, k, v, starts, lengths, longest)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor, longest: int) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, longest: int) -> Tensor:
     if not len(q):
         return torch.empty_like(q)
     if q.is_cuda and q.dtype in LOW_PRECISION and k.dim() == 3 and flash_takes(q.shape[2]):
-        starts = F.pad(counts.cumsum(0), (1, 0)).clamp(max=len(q)).int()
         most = max(longest, 2)  # told of single rows it would expect one of every sequence
         return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, most, most, 0.0, True, False)[0]
-    return (_padded if _launches_cost(q) else _by_sequence)(q, k, v, counts, lengths)
+    return (_padded if _launches_cost(q) else _by_sequence)(q, k, v, starts.diff(), lengths)
 
 
 def flash_takes(width: int) -> bool:
@@ -74,6 +73,6 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) ->
 
 # One opaque op to a compiler, since its lengths are known only at run time.
 _library = torch.library.Library("tokendepth", "FRAGMENT")
-_library.define("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor counts, Tensor lengths, int longest) -> Tensor")
+_library.define("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, int longest) -> Tensor")
 _library.impl("varlen_attention", _attend, "CompositeExplicitAutograd")
 torch.library.register_fake("tokendepth::varlen_attention", lambda q, *_: q.new_empty(q.shape), lib=_library)

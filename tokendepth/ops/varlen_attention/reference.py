@@ -2,16 +2,17 @@ import torch
 from torch import Tensor
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor, longest: int = 0) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, longest: int = 0) -> Tensor:
     """One attention row after the other, written as the definition reads.
 
     q: `[n, head, width]`, the rows of all sequences, concatenated. k, v: rows as in q, `[n, kv head, width]`, or a
-    cache, `[batch, kv head, columns, width]`; query heads share K/V heads in equal groups. counts: `[batch]`, rows of
-    each sequence. lengths: `[batch]`, keys of each sequence, its rows being the last of them; equal to counts where k
-    and v are rows. longest: rows of the longest sequence, or more. Returns `[n, head, width]`.
+    cache, `[batch, kv head, columns, width]`; query heads share K/V heads in equal groups. starts: `[batch + 1]`, where
+    the rows of each sequence begin, and n. lengths: `[batch]`, keys of each sequence, its rows being the last of them;
+    as many as its rows where k and v are rows. longest: rows of the longest sequence, or more.
+    Returns `[n, head, width]`.
     """
     out, group, row = torch.empty_like(q), q.shape[1] // k.shape[1], 0
-    for b, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
+    for b, (count, length) in enumerate(zip(starts.diff().tolist(), lengths.tolist(), strict=True)):
         first = row
         for position in range(length - count, length):
             for head in range(q.shape[1]):
