@@ -1,22 +1,20 @@
 """docs/WHERE_DEPTH_PAYS.md, made from results/: how all were tuned, then test losses in two tables and a figure."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from paper import contenders, search, spans
 from paper.comparison import judge, table, verdicts, wrapped
 from paper.contenders import DENSE, LONG, SHORT, WARM_UP, Contender
-from paper.depth import PASSES, TOKENS, Entry, Order, order, outcomes
+from paper.depth import TOKENS, Entry, Order, order, outcomes
+from paper.depth_targets import targets
+from paper.equal_loss import all_models, pass_times, shown
 from paper.evidence import BITS, NOT_RUN, needs_report_extra, show
-from paper.grid import same_work
-from paper.outcomes import OUTSIDE, Cost, Outcomes, interpolate
+from paper.outcomes import OUTSIDE, Cost, Outcomes
 from paper.search import Search
-from paper.settings import Setting
-from tokendepth.config import from_dict
 from tokendepth.report.summary import DASH, Stat
 from tokendepth.runs.files import disk_faults, write_bytes
-from tokendepth.runs.results import read_rows
 
 HEAD = f"""\
 # Where depth pays
@@ -52,6 +50,7 @@ def document(results: Path, figures: dict[str, str], *, quick: bool = False) -> 
     found, made = outcomes(results, quick=quick)
     parts = [
         HEAD,
+        f"## What was wanted, and what came out\n\n{targets(results, quick=quick)}",
         f"## The rule of tuning\n\n{rule()}",
         f"### Who is tuned, and by what\n\n{knobs()}",
         f"### What was chosen\n\n{choices(Search.read(results, quick=quick))}",
@@ -63,7 +62,7 @@ def document(results: Path, figures: dict[str, str], *, quick: bool = False) -> 
         figures.get("training", ""),
         f"## At equal training time\n\n{timed(found, made)}",
         figures.get("time", ""),
-        f"## At equal loss\n\n{at_equal_loss(found, made, results, quick=quick)}",
+        f"## At equal loss\n\n{at_equal_loss(results, quick=quick)}",
         f"## Whether the gap grows\n\n{grows(results, quick=quick)}",
         f"## Which width the span wants\n\n{inner_width(results, quick=quick)}",
         f"## How to read the tables\n\n{NOTES}",
@@ -182,67 +181,27 @@ def timed(found: Outcomes, made: list[Entry]) -> str:
     return table(["setting", "loss", "dense, same time", "difference", "", "ms per training step"], rows)
 
 
-def at_equal_loss(found: Outcomes, made: list[Entry], results: Path, *, quick: bool = False) -> str:
+def at_equal_loss(results: Path, *, quick: bool = False) -> str:
     """What the loss of a contender costs to run, as a multiple of what dense models of that loss take."""
     timed = pass_times(results)
     places = sorted({place for times in timed.values() for place in times})
     titles = ["scale", "setting", "loss", "K/V bytes", *(f"time, {device}, batch {batch}" for device, batch in places)]
     rows = []
-    others = {scale.title: spans.outcomes_at(results, scale, quick=quick) for scale in spans.SCALES[1:]}
-    for scale, (ran, entered) in ({spans.BASE.title: (found, made)} | others).items():
-        for entry in entered:
-            loss = ran.stat(entry.setting, "loss")
-            if entry.setting.method == "dense" or loss is None:
-                continue
-            cells = [_ratio(ran, entry, entered, _kept(ran))]
-            for place in places:
-                costs = {e.setting: timed.get(same_work(e.config), {}).get(place) for e in entered}
-                cells.append(_ratio(ran, entry, entered, costs.get))
-            rows.append([scale, entry.setting.title, show(_per_byte(ran, entry, loss)), *cells])
+    for models in all_models(results, quick=quick):
+        for entry in models.routed():
+            loss = models.found.stat(entry.setting, "loss")
+            assert loss is not None
+            ratios = [models.keys_and_values(entry), *(models.time(entry, timed, place) for place in places)]
+            cells = [show(_per_byte(models.found, entry, loss)), *map(shown, ratios)]
+            rows.append([models.scale, entry.setting.title, *cells])
     words = (
         "What each model takes to run, over what dense models of its own loss take (on the straight line between the "
         "nearest two; below 1 is less than theirs): keys and values in the cache, and the time of a forward pass "
         "executed on the device that is named, the fastest of eager and compiled, on a GPU in bfloat16 and as one CUDA "
-        "graph; all but rules take decisions drawn at random with the shares of their row. "
-        "`outside`: no two dense models lie around that loss."
+        "graph; all but rules take decisions drawn at random with the shares of their row. With `<` no dense model "
+        "loses as little, and it is beside the best of them; `outside`: all of them lose less."
     )
     return f"{wrapped(words)}\n\n{table(titles, rows, words=2)}"
-
-
-PassTimes = dict[str, dict[tuple[str, int], float]]
-"""Median milliseconds by what is computed, device and batch size."""
-
-
-def pass_times(results: Path) -> PassTimes:
-    found: PassTimes = {}
-    for row in read_rows(results / PASSES) if (results / PASSES).exists() else []:
-        place = row["device"].removeprefix("NVIDIA "), row["batch"]
-        found.setdefault(same_work(from_dict(row["config"])), {})[place] = row["pass_ms"][0]
-    return found
-
-
-def _kept(found: Outcomes) -> Callable[[Setting], float | None]:
-    return lambda setting: (found.first_row(setting) or {}).get("kv_bytes_per_token")
-
-
-def _ratio(found: Outcomes, entry: Entry, made: list[Entry], cost: Callable[[Setting], float | None]) -> str:
-    ratio = at_its_loss(found, entry, made, cost)
-    return DASH if ratio is None else ratio if isinstance(ratio, str) else f"{ratio:.2f}"
-
-
-def at_its_loss(
-    found: Outcomes, entry: Entry, made: list[Entry], cost: Callable[[Setting], float | None]
-) -> float | str | None:
-    """Its cost over that of dense models of its loss; None where one is not known."""
-    line, loss, mine = [], found.stat(entry.setting, "loss"), cost(entry.setting)
-    for dense in (one.setting for one in made if one.setting.method == "dense"):
-        height, theirs = found.stat(dense, "loss"), cost(dense)
-        if height and theirs is not None:
-            line.append((height.mean, theirs))
-    if mine is None or loss is None or not line:
-        return None
-    reached = interpolate(sorted(line), loss.mean, beyond=0.0)
-    return OUTSIDE if reached == OUTSIDE else mine / float(reached)
 
 
 BESIDE = ["setting", "loss", "dense, same FLOPs", "difference", "", "by full rows", "FLOPs"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import tokendepth
 from benchmarks import serving, speculation
 from benchmarks.speed import headline
-from paper import depth, depth_page
-from paper.depth_page import PassTimes
+from paper import depth
+from paper.equal_loss import PassTimes, Ratio, at_its_loss, pass_times
 from paper.grid import same_work
 from paper.outcomes import Outcomes
 from paper.retrofit_page import Base, bases, block_flops, loss
@@ -84,7 +84,7 @@ def _summary(results: Path) -> str:
 def _studied(results: Path) -> list[list[str]]:
     """Methods that were tuned alike; their speed is that at which dense models of the same loss run."""
     found, made = depth.outcomes(results)
-    lines, timed = [], depth_page.pass_times(results)
+    lines, timed = [], pass_times(results)
     for entry in made:
         six, row = entry == made[0], found.first_row(entry.setting)
         if not (six or entry.setting.method in STUDIED):
@@ -112,8 +112,8 @@ def _speed_at_its_loss(
         for (device, size), ms in timed.get(same_work(one.config), {}).items()
         if size == batch and (device.endswith(" 2 threads") if kind == "CPU" else not device.startswith("CPU"))
     }
-    ratio = depth_page.at_its_loss(found, entry, made, costs.get)
-    return f"{1 / ratio:.2f}x at its loss" if isinstance(ratio, float) else "not timed"
+    ratio = at_its_loss(found, entry, made, costs.get)
+    return f"{ratio.speedup} at its loss" if isinstance(ratio, Ratio) else "not timed"
 
 
 RETROFITTED = 0.7

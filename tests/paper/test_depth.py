@@ -12,6 +12,7 @@ import torch
 from paper import contenders, depth, depth_page, gaps, generated, grid, passes, spans
 from paper.__main__ import PAPER
 from paper.contenders import CONTENDERS, DECIDERS, DENSE, LONG, RATES, SHORT, Contender
+from paper.equal_loss import Ratio, at_its_loss
 from paper.evidence import BITS
 from paper.grid import Deadline, Progress
 from paper.pages import render
@@ -332,9 +333,17 @@ def test_what_a_loss_costs_is_compared_with_dense_models_of_that_loss(searched):
     dense = [entry for entry in made if entry.setting.method == "dense"]
     losses = {entry.setting: found.stat(entry.setting, "loss") for entry in dense}
     costs = {setting: 100 - 10 * stat.mean for setting, stat in losses.items() if stat}
-    ratio = depth_page._ratio(found, mod, made, {**costs, mod.setting: 50.0}.get)
-    assert float(ratio) == pytest.approx(50 / (100 - 10 * loss.mean), abs=0.006)
-    assert depth_page._ratio(found, mod, made, costs.get) == "—", "not measured"
+    ratio = at_its_loss(found, mod, made, {**costs, mod.setting: 50.0}.get)
+    assert isinstance(ratio, Ratio)
+    assert (ratio.value, ratio.bound) == (pytest.approx(50 / (100 - 10 * loss.mean)), False)
+    assert at_its_loss(found, mod, made, costs.get) is None, "not measured"
+    fewer = [entry for entry in made if entry.config.model.n_layer < 8]  # all of these lose more than it
+    best = next(entry for entry in fewer if entry.config.model.n_layer == 6)
+    ratio = at_its_loss(found, mod, [mod, *fewer], {**costs, mod.setting: 50.0}.get)
+    assert isinstance(ratio, Ratio)
+    assert (ratio.value, ratio.bound) == (pytest.approx(50 / costs[best.setting]), True)
+    assert str(ratio).startswith("<")
+    assert ratio.speedup.startswith(">")
 
 
 # --- larger ones ------------------------------------------------------------------------------------------------------

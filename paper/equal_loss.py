@@ -1,0 +1,96 @@
+"""What a loss costs to run: a contender's time and cache over those of dense models of its own loss."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from paper import spans
+from paper.depth import PASSES, Entry, outcomes
+from paper.grid import same_work
+from paper.outcomes import OUTSIDE, Outcomes, interpolate
+from paper.settings import Setting
+from tokendepth.config import from_dict
+from tokendepth.report.summary import DASH
+from tokendepth.runs.results import read_rows
+
+Place = tuple[str, int]
+"""A device and a batch size."""
+PassTimes = dict[str, dict[Place, float]]
+"""Median milliseconds by what is computed, device and batch size."""
+Costs = Callable[[Setting], float | None]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A cost over that of dense models of the same loss."""
+
+    value: float
+    bound: bool = False
+    """No dense model has so low a loss: this is beside the best of them, and one of the same loss would cost more."""
+
+    def __str__(self) -> str:
+        return f"{'<' if self.bound else ''}{self.value:.2f}"
+
+    @property
+    def speedup(self) -> str:
+        return f"{'>' if self.bound else ''}{1 / self.value:.2f}x"
+
+
+def pass_times(results: Path) -> PassTimes:
+    found: PassTimes = {}
+    for row in read_rows(results / PASSES) if (results / PASSES).exists() else []:
+        place = row["device"].removeprefix("NVIDIA "), row["batch"]
+        found.setdefault(same_work(from_dict(row["config"])), {})[place] = row["pass_ms"][0]
+    return found
+
+
+def at_its_loss(found: Outcomes, entry: Entry, made: list[Entry], cost: Costs) -> Ratio | Literal["outside"] | None:
+    """Its cost over that of dense models of its loss; None where one is not known, outside where all lose less."""
+    line, loss, mine = [], found.stat(entry.setting, "loss"), cost(entry.setting)
+    for dense in (one.setting for one in made if one.setting.method == "dense"):
+        height, theirs = found.stat(dense, "loss"), cost(dense)
+        if height and theirs is not None:
+            line.append((height.mean, theirs))
+    if mine is None or loss is None or not line:
+        return None
+    best, theirs = min(line)
+    if loss.mean < best:
+        return Ratio(mine / theirs, bound=True)
+    reached = interpolate(sorted(line), loss.mean, beyond=0.0)
+    return OUTSIDE if reached == OUTSIDE else Ratio(mine / float(reached))
+
+
+@dataclass(frozen=True)
+class Models:
+    """Those of one scale, with what came out."""
+
+    scale: str
+    found: Outcomes
+    made: list[Entry]
+
+    def routed(self) -> Iterator[Entry]:
+        """All that is judged by dense models, as far as it ran."""
+        for entry in self.made:
+            if entry.setting.method != "dense" and self.found.stat(entry.setting, "loss") is not None:
+                yield entry
+
+    def keys_and_values(self, entry: Entry) -> Ratio | Literal["outside"] | None:
+        def kept(setting: Setting) -> float | None:
+            return (self.found.first_row(setting) or {}).get("kv_bytes_per_token")
+
+        return at_its_loss(self.found, entry, self.made, kept)
+
+    def time(self, entry: Entry, timed: PassTimes, place: Place) -> Ratio | Literal["outside"] | None:
+        costs = {one.setting: timed.get(same_work(one.config), {}).get(place) for one in self.made}
+        return at_its_loss(self.found, entry, self.made, costs.get)
+
+
+def all_models(results: Path, *, quick: bool = False) -> list[Models]:
+    """The first scale, with every contender, and then the others."""
+    first = Models(spans.BASE.title, *outcomes(results, quick=quick))
+    return [first, *(Models(one.title, *spans.outcomes_at(results, one, quick=quick)) for one in spans.SCALES[1:])]
+
+
+def shown(ratio: Ratio | str | None) -> str:
+    return DASH if ratio is None else str(ratio)
