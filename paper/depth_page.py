@@ -244,7 +244,7 @@ def grows(results: Path, *, quick: bool = False) -> str:
         f"{spans.BPE.budget:g}. Losses are in nats per byte at every scale. But BPE is "
         "trained and evaluated on as many tokens as bytes are, so on nearly three times the text (its training reads "
         "all of it twice), and its output head, which is in the FLOPs, costs a little more than a layer: across scales "
-        "only differences compare."
+        "only differences compare. What has not run yet is left out."
     )
     if gain is not None:
         words += f" Twice the steps change the loss of the dense model with six layers by {gain:+.2%}."

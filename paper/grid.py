@@ -44,12 +44,15 @@ def same(config: RunConfig, *, seed: bool = True) -> str:
     return json.dumps(tree, sort_keys=True)
 
 
-def same_work(config: RunConfig) -> str:
-    """Equal for two configs whose steps, and whose passes, compute the same: how long and at what rate they train is
-    no part of that.
-    """
+def work_of(config: RunConfig) -> RunConfig:
+    """What its steps and passes compute: how long and at what rate it trains is no part of that."""
     kept = {name: getattr(config.train, name) for name in ("batch_size", "accumulate", "dtype")}
-    return same(replace(config, train=TrainConfig(**kept)))
+    return replace(config, train=TrainConfig(**kept))
+
+
+def same_work(config: RunConfig) -> str:
+    """Equal for two configs whose steps, and whose passes, compute the same."""
+    return same(work_of(config))
 
 
 @dataclass

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paper.depth import PASSES, Entry, check_names, outcomes
 from paper.grid import Progress as Done
+from paper.grid import work_of
 from paper.outcomes import Outcomes
 from paper.spans import BASE, Scale, named, outcomes_at
 from tokendepth import data
@@ -26,7 +27,7 @@ from tokendepth.bench.forward import as_served, check_equal
 from tokendepth.config import DenseConfig, SpanConfig, to_dict
 from tokendepth.errors import UserError
 from tokendepth.infer.compile import compiled
-from tokendepth.infer.packed import PackedPass
+from tokendepth.infer.packed import brings_graphs
 from tokendepth.measure.clock import WARM_UP, captured, interleaved, quartiles
 from tokendepth.measure.evaluate import load_model
 from tokendepth.methods import build
@@ -150,13 +151,11 @@ def _drawn(model: LanguageModel, entry: Entry, ran: Outcomes, ids: Tensor) -> Te
 
 def _ways(model: LanguageModel, ids: Tensor, execution: str, **forced: Tensor) -> dict[str, Condition]:
     fast = compiled(model)
-    ways: dict[str, Condition] = {
+    how = "packed" if execution == "sparse" and brings_graphs(fast) else "compiled"
+    return {
         "eager": lambda: model(ids, execution=execution, **forced),
-        "compiled": lambda: fast(ids, execution=execution, **forced),
+        how: lambda: fast(ids, execution=execution, **forced),
     }
-    if execution == "sparse" and ids.is_cuda and model.method.packs:
-        ways["packed"] = PackedPass(model, ids, fast, **forced)
-    return ways
 
 
 @torch.no_grad()
@@ -166,8 +165,7 @@ def _timed(ways: list[Timed], batch: int, device: torch.device) -> list[Row]:
     with Progress(f"batch {batch}: compiling", len(ways), unit="ways") as progress:
         captures = {}
         for number, way in enumerate(ways):
-            whole = isinstance(way.run, PackedPass)  # it has a graph of its own
-            captures[number] = way.run if whole else captured(way.run, device, pool=pool)
+            captures[number] = way.run if way.how == "packed" else captured(way.run, device, pool=pool)
             captures[number]()
             progress.advance()
     repeats = REPEATS[device.type]
@@ -179,5 +177,5 @@ def _timed(ways: list[Timed], batch: int, device: torch.device) -> list[Row]:
         if title not in rows or times[0] < rows[title]["pass_ms"][0]:
             facts = {"batch": batch, "pass_ms": times, "how": way.how, "active_fraction": way.active_fraction}
             facts["decided"] = way.decided
-            rows[title] = {"name": title, "config": to_dict(way.entry.config), **facts, **environment(device)}
+            rows[title] = {"name": title, "config": to_dict(work_of(way.entry.config)), **facts, **environment(device)}
     return list(rows.values())

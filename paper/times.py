@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from paper.depth import TIMES, check_names, entries
-from paper.grid import Deadline, Progress, missing, same_work
+from paper.grid import Deadline, Progress, missing, same_work, work_of
 from paper.search import Search
 from tokendepth.config import RunConfig, to_dict
 from tokendepth.errors import UserError
@@ -69,4 +69,4 @@ def step_time(config: RunConfig, device: torch.device) -> Row:
     spent = interleaved(
         {"step": lambda: step(inputs, targets, step=next(number), lr=1e-4)}, 60 if on_gpu else 5, device
     )
-    return {"config": to_dict(config), "step_ms": quartiles(spent["step"]), **environment(device)}
+    return {"config": to_dict(work_of(config)), "step_ms": quartiles(spent["step"]), **environment(device)}

@@ -7,8 +7,9 @@ from torch._dynamo.utils import counters
 
 from tests.methods.test_span import MODERN, given, method_of, some, span, tokens
 from tokendepth.config import DenseConfig, RunConfig
-from tokendepth.infer import packed
-from tokendepth.infer.packed import PackedPass
+from tokendepth.cache import KVCache
+from tokendepth.infer import auto, packed
+from tokendepth.infer.packed import PackedPass, PackedPasses, brings_graphs, by_itself, packs_on_device
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel, Output
 
@@ -56,20 +57,79 @@ def test_whoever_is_told_to_take_the_span_takes_it(decided):
 
 
 @torch.no_grad()
-def test_a_pass_with_too_little_room_is_repeated_with_more(monkeypatch):
+def test_a_pass_with_too_little_room_is_repeated_and_room_is_given_up_in_time(monkeypatch):
     monkeypatch.setattr(packed, "TILE", 1)
-    model, made_room = made("score"), []
-    ids = tokens()
+    model, made_room, ids = made("score"), [], tokens()
     few, many = (model.forcing(given(torch.arange(ids.numel()).view_as(ids) % n == 0)) for n in (8, 2))
-    thresholds = few["thresholds"].clone()
     forward = lambda *args, **how: made_room.append(model.method.room) or model(*args, **how)  # noqa: E731
-    pass_ = PackedPass(model, ids, forward, thresholds=thresholds)
-    for told, runs in ((few, 1), (many, 2), (many, 1), (few, 1)):
+    pass_ = PackedPass(model, ids, forward, **few)
+
+    def rooms(told: dict[str, Tensor]) -> list[int]:
         made_room.clear()
-        thresholds.copy_(told["thresholds"])
-        assert_same(pass_(), model(ids, execution="sparse", **told))
-        assert len(made_room) == runs
-    assert made_room[-1] >= ids.numel() // 2, "room once made is kept"
+        assert_same(pass_(**told), model(ids, execution="sparse", **told))
+        return made_room.copy()
+
+    (small,) = rooms(few)
+    assert [len(rooms(told)) for told in (many, many, few)] == [2, 1, 1]
+    assert made_room[0] >= ids.numel() // 2 > small, "as much as a pass before needed"
+    for _ in range(packed.REMEMBERED):
+        rooms(few)
+    assert rooms(few) == [small]
+
+
+def test_no_more_graphs_are_kept_than_a_few(monkeypatch):
+    monkeypatch.setattr(packed, "TILE", 1)
+    monkeypatch.setattr(packed, "REMEMBERED", 1)
+    model, ids = made("score"), tokens()
+    told = [model.forcing(given(torch.arange(ids.numel()).view_as(ids) % n == 0)) for n in range(1, 9)]
+    pass_ = PackedPass(model, ids, model, **told[0])
+    for one in told:
+        assert_same(pass_(**one), model(ids, execution="sparse", **one))
+        assert len(pass_._graphs) <= packed.GRAPHS
+
+
+# --- as a model -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_packed_passes_are_the_model():
+    model = made("score")
+    fast = PackedPasses(model, model)
+    assert (fast.method, fast.config) == (model.method, model.config)
+    found = [fast(tokens(seed=seed), execution="sparse") for seed in range(3)]
+    for seed, one in enumerate(found):  # what one pass found is not what a later one found
+        assert_same(one, model(tokens(seed=seed), execution="sparse"))
+    shorter = tokens()[:, :5]
+    assert_same(fast(shorter, execution="sparse"), model(shorter, execution="sparse"))
+    for share in (some, torch.ones_like):
+        forced = model.forcing(given(share(tokens()).bool()))
+        assert_same(fast(tokens(), execution="sparse", **forced), model(tokens(), execution="sparse", **forced))
+
+
+def test_only_sparse_passes_over_whole_sequences_are_packed(monkeypatch):
+    model, ids = made("score"), tokens()
+    fast = PackedPasses(model, model)
+    monkeypatch.setattr(packed, "PackedPass", None)
+    valid = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        assert fast(ids, execution="hard").logits.equal(model(ids, execution="hard").logits)
+        assert fast(ids, execution="sparse", valid=valid).logits.shape == (*ids.shape, model.config.vocab_size)
+        cache = KVCache(model.config, *ids.shape, layers=model.method.cache_layers, like=model.norm.weight)
+        assert fast(ids, execution="sparse", cache=cache).logits.shape == (*ids.shape, model.config.vocab_size)
+    assert fast(ids, execution="sparse").logits.requires_grad
+
+
+def test_passes_that_are_timed_in_turns_guess_for_themselves():
+    model = made("score")
+    fast = PackedPasses(model, model)
+    other = by_itself(fast)  # pyright: ignore[reportArgumentType]
+    assert other is not fast
+    assert brings_graphs(other)
+    assert by_itself(model) is model
+    assert not brings_graphs(model)
+    assert not packs_on_device(model), "on a CPU nobody has to be asked"
+    profile = auto._measured(fast, 2, 16)  # pyright: ignore[reportArgumentType]
+    assert min(profile["sparse_ms"]) > 0 < profile["hard_ms"]
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from tokendepth.data.of_run import dataset_of
 from tokendepth.errors import UserError
 from tokendepth.infer import auto
 from tokendepth.infer.compile import compiled
+from tokendepth.infer.packed import brings_graphs, by_itself
 from tokendepth.measure import calibrate
 from tokendepth.measure.clock import WARM_UP, captured, interleaved, quartiles
 from tokendepth.measure.evaluate import batches, load_model
@@ -270,10 +271,10 @@ def _compared(
     title = f"{name}, batch {len(ids)}"
     with Progress(f"{title}: compiling and checking", len(cases), unit="fractions") as progress:
         for fraction, decisions in cases.items():
-            forced = {} if decisions is None else model.forcing(decisions)
+            forced, own = {} if decisions is None else model.forcing(decisions), by_itself(fast)
 
-            def run(execution: Any, forced: dict[str, Tensor] = forced) -> Output:
-                return fast(ids, execution=execution, **forced)
+            def run(execution: Any, own: LanguageModel = own, forced: dict[str, Tensor] = forced) -> Output:
+                return own(ids, execution=execution, **forced)
 
             found, hard = run("sparse"), model(ids, execution="hard", decisions=decisions)
             wanted = hard if exact is model else exact(ids, execution="hard", decisions=decisions)
@@ -292,7 +293,11 @@ def _compared(
         totals["soft", None] = _nothing_skipped(model, ids)
     # Nobody reads what a timed pass returns, so all may write it to the same memory: logits can be gigabytes.
     pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None
-    captures = {name: captured(condition, ids.device, pool=pool) for name, condition in conditions.items()}
+    whole = {name for name in conditions if name[0] == "sparse" and brings_graphs(fast)}
+    captures = {
+        name: condition if name in whole else captured(condition, ids.device, pool=pool)
+        for name, condition in conditions.items()
+    }
     on_a_cpu = next((REPEATS[batch] for batch in sorted(REPEATS) if batch >= len(ids)), FEWEST_REPEATS)
     repeats = GPU_REPEATS if ids.is_cuda else min(on_a_cpu, _affordable(captures, ids.device))
     with Progress(f"{title}: timing", WARM_UP + repeats, unit="rounds") as progress:

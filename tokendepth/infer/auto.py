@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tokendepth.infer import profiles
+from tokendepth.infer.packed import brings_graphs, by_itself
 from tokendepth.measure.clock import captured, interleaved
 from tokendepth.model import LanguageModel
 from tokendepth.ops.launch import LOW_PRECISION
@@ -79,9 +80,11 @@ def _measured(model: LanguageModel, batch: int, time_steps: int) -> dict[str, An
     forced = [model.forcing((draws < fraction).to(device)) for fraction in FRACTIONS]
     conditions = {0.0: lambda: model(ids, execution="hard", **forced[0])}
     for fraction, decided in zip(FRACTIONS, forced, strict=True):
-        conditions[fraction] = lambda decided=decided: model(ids, execution="sparse", **decided)
+        own = by_itself(model)
+        conditions[fraction] = lambda own=own, decided=decided: own(ids, execution="sparse", **decided)
     graphs = model.can_be_captured
     if graphs:
-        conditions = {name: captured(condition, device) for name, condition in conditions.items()}
+        still = {name: run for name, run in conditions.items() if name == 0.0 or not brings_graphs(model)}
+        conditions |= {name: captured(run, device) for name, run in still.items()}
     hard, *sparse = map(statistics.median, interleaved(conditions, REPEATS, device, graphs=graphs).values())
     return {"hard_ms": hard, "sparse_ms": sparse}

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from tokendepth.infer.packed import PackedPasses, packs_on_device
 from tokendepth.model import LanguageModel, Output
 from tokendepth.runs.machine import keep_freed_memory
 
@@ -15,10 +16,11 @@ def compiled(model: LanguageModel) -> LanguageModel:
 
     The first pass of each execution and shape takes some ten seconds. On a CPU the weights are packed for matrix
     products, and the process keeps the memory that a pass frees; on a GPU nothing waits for the host, so that a pass
-    can be captured as a CUDA graph.
+    can be captured as a CUDA graph, but for spans that are packed: such a pass is one already.
     """
     if model.norm.weight.is_cuda:
-        return cast(LanguageModel, torch.compile(model, dynamic=False))
+        fast = torch.compile(model, dynamic=False)
+        return cast(LanguageModel, PackedPasses(model, fast) if packs_on_device(model) else fast)
     keep_freed_memory()
     # Keep the number of active rows symbolic; else compaction would break the graph in every block.
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
