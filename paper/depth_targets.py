@@ -10,7 +10,7 @@ from paper.depth import SEEDS
 from paper.equal_loss import Models, all_models, pass_times
 from paper.evidence import NOT_RUN
 from paper.settings import Setting
-from tokendepth.report.summary import Stat
+from tokendepth.report.summary import DASH, Stat
 
 BETTER = {spans.BASE.title: 0.01, "width 512": 0.02}
 """By how much the best routed model was to beat dense models of its executed FLOPs, by scale."""
@@ -35,7 +35,7 @@ class Target:
 def targets(results: Path, *, quick: bool = False) -> str:
     scales = all_models(results, quick=quick)
     found = [_better(models, BETTER[models.scale]) for models in scales if models.scale in BETTER]
-    found += [_learned(scales[0]), *_faster(scales, results), _kept(scales)]
+    found += [_thin(scales[0]), _learned(scales[0]), *_faster(scales, results), _kept(scales)]
     words = (
         "The best of all routed models, by its mean over three seeds; of several scales or batch sizes each stands for "
         "itself. `>`: no dense model that was trained loses as little, so this is beside the best of them. What was "
@@ -64,6 +64,19 @@ def _better(models: Models, wanted: float) -> Target:
         return Target(words, asked, NOT_RUN)
     best = min(found, key=lambda setting: found[setting].mean)
     return Target(words, asked, f"{found[best].text('+.2%')} ({best.title})", found[best].mean <= -wanted)
+
+
+def _thin(models: Models) -> Target:
+    """No target but a control: a dense model may spend the same FLOPs on more layers, too."""
+    words = "the best routed model against a dense one that is thinner and deeper, of nearly the same FLOPs"
+    found = _differences(models)
+    thin = next((e.setting for e in models.routed() if e.setting.method == "thin"), None)
+    if thin is None or not found:
+        return Target(words, DASH, NOT_RUN)
+    best = min(found, key=lambda setting: found[setting].mean)
+    mine, theirs = ({one.seed: one.loss for one in models.found.executed(setting)} for setting in (best, thin))
+    gap = Stat(tuple(loss / theirs[seed] - 1 for seed, loss in mine.items() if seed in theirs))
+    return Target(words, DASH, f"{gap.text('+.2%')} ({best.title} and {thin.title})")
 
 
 def _learned(models: Models) -> Target:

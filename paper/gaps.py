@@ -51,7 +51,8 @@ def draw(made: Sequence[Gap], name: str, title: str) -> Drawing | None:
             style_of = {"color": colour, "marker": "o", "markersize": 5, "capsize": 2.5, "clip_on": False}
             filled = "full" if spread is not None else "none"
             at = min(mean, WORST)
-            axes.errorbar([at], [height], xerr=spread if mean <= WORST else None, fillstyle=filled, **style_of)
+            bar = None if spread is None or mean > WORST else [[spread], [min(spread, WORST - mean)]]  # not into words
+            axes.errorbar([at], [height], xerr=bar, fillstyle=filled, **style_of)
             words = f"{mean:+.1%}" + (" \u2192" if mean > WORST else "")
             axes.annotate(words, (1.02, height), xycoords=("axes fraction", "data"), va="center", color=colour)
         axes.set_yticks(range(len(made)), [gap.label for gap in made])

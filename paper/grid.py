@@ -9,6 +9,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
@@ -144,7 +145,15 @@ def fill(
 
     if not here:
         how = {"curve": curve, "tokens": tokens, "split": split}
-        outcome = sweep(todo, out, workers=workers, deadline=deadline.at, each=write, show=show, **how)
+        with ThreadPoolExecutor(1) as writer:  # what `also` computes takes seconds, in which no run would be started
+            written: list[Future[None]] = []
+
+            def later(run: Run) -> None:
+                written.append(writer.submit(write, run))
+
+            outcome = sweep(todo, out, workers=workers, deadline=deadline.at, each=later, show=show, **how)
+        for one in written:
+            one.result()  # raises what writing raised
         unwritten = missing(configs, path)  # finished before, by a call that was cut short
         for run in outcome.runs:
             if run.name in unwritten:

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tests.methods.test_span import MODERN, given, method_of, some, span, tokens
-from tokendepth.config import DenseConfig, RunConfig
 from tokendepth.cache import KVCache
+from tokendepth.config import DenseConfig, RunConfig
 from tokendepth.infer import auto, packed
 from tokendepth.infer.packed import PackedPass, PackedPasses, brings_graphs, by_itself, packs_on_device
 from tokendepth.methods import build

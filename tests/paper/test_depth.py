@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paper import contenders, depth, depth_page, gaps, generated, grid, passes, spans
+from paper import contenders, depth, depth_page, depth_targets, gaps, generated, grid, passes, spans
 from paper.__main__ import PAPER
 from paper.contenders import CONTENDERS, DECIDERS, DENSE, LONG, RATES, SHORT, Contender
 from paper.equal_loss import Ratio, at_its_loss
@@ -20,7 +20,7 @@ from paper.schematic import SCHEMATICS
 from paper.search import ROWS, Search, runs
 from tests.tiny import hashes
 from tokendepth.cli.main import main
-from tokendepth.config import DataConfig, RunConfig, SpanConfig, from_dict, to_dict
+from tokendepth.config import DataConfig, DenseConfig, RunConfig, SpanConfig, from_dict, to_dict
 from tokendepth.errors import UserError
 from tokendepth.methods import build, outline
 from tokendepth.recipes import recipe
@@ -344,6 +344,30 @@ def test_what_a_loss_costs_is_compared_with_dense_models_of_that_loss(searched):
     assert (ratio.value, ratio.bound) == (pytest.approx(50 / costs[best.setting]), True)
     assert str(ratio).startswith("<")
     assert ratio.speedup.startswith(">")
+
+
+def test_targets_stay_in_the_table_reached_or_not(searched):
+    """The rule loses 2.1 where dense models lose 2.3, thin ones 2.0 and other deciders 2.2."""
+    assert depth_targets.targets(searched).count("not run") == 6, "nothing ran"
+    rows = long_rows(searched)
+    for row in rows:
+        config, figures = from_dict(row["config"]), row["evaluation"]["sparse"]
+        row["kv_bytes_per_token"] = config.model.n_layer if config.method == DenseConfig() else 4.0
+        thin = config.model.d_model == 192
+        figures["loss"] = (2.0 if thin else figures["loss"]) - 0.1 * (vars(config.method).get("decide") == "rule")
+    (searched / depth.ROWS).write_text(json.dumps(rows))
+    _, made = depth.outcomes(searched)
+    timed = [entry for entry in made if entry.setting.method in ("dense", "span_rule")]
+    place = {"device": "CPU", "batch": 1}
+    times = [{"config": to_dict(e.config), "pass_ms": [e.config.model.n_layer], **place} for e in timed]
+    times[-1]["pass_ms"] = [7.2]  # dense models of its loss have nine layers
+    (searched / depth.PASSES).write_text(json.dumps(times))
+    lines = [line.split(" | ") for line in depth_targets.targets(searched).splitlines() if line.startswith("| ")]
+    better, wider, thin, learned, time, kept = ((found, reached[:-2]) for _, _, found, reached in lines[2:])
+    assert better == (f"-8.66% ± 0.04% ({timed[-1].setting.title})", "yes")
+    assert wider[0] == "not run"
+    assert thin[0].startswith("+5.50% ± 0.50% (")
+    assert (learned[1], time, kept[1]) == ("no", ("1.25x", "yes"), "yes")
 
 
 # --- larger ones ------------------------------------------------------------------------------------------------------
