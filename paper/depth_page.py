@@ -9,7 +9,7 @@ from paper.comparison import judge, table, verdicts, wrapped
 from paper.contenders import DENSE, LONG, SHORT, WARM_UP, Contender
 from paper.depth import TOKENS, Entry, Order, order, outcomes
 from paper.depth_targets import targets
-from paper.equal_loss import all_models, pass_times, shown
+from paper.equal_loss import all_models, drawn_decisions, pass_times, shown
 from paper.evidence import BITS, NOT_RUN, needs_report_extra, show
 from paper.outcomes import OUTSIDE, Cost, Outcomes
 from paper.search import Search
@@ -198,9 +198,11 @@ def at_equal_loss(results: Path, *, quick: bool = False) -> str:
         "What each model takes to run, over what dense models of its own loss take (on the straight line between the "
         "nearest two; below 1 is less than theirs): keys and values in the cache, and the time of a forward pass "
         "executed on the device that is named, the fastest of eager and compiled, on a GPU in bfloat16 and as one CUDA "
-        "graph; all but rules take decisions drawn at random with the shares of their row. With `<` no dense model "
-        "loses as little, and it is beside the best of them; `outside`: all of them lose less."
+        "graph. With `<` no dense model loses as little, and it is beside the best of them; `outside`: all of them "
+        "lose less."
     )
+    if drawn := drawn_decisions(results):
+        words += f" Decisions were drawn at random, with the share of each block, where weights were gone: {drawn}."
     return f"{wrapped(words)}\n\n{table(titles, rows, words=2)}"
 
 
@@ -244,7 +246,7 @@ def grows(results: Path, *, quick: bool = False) -> str:
         f"{spans.BPE.budget:g}. Losses are in nats per byte at every scale. But BPE is "
         "trained and evaluated on as many tokens as bytes are, so on nearly three times the text (its training reads "
         "all of it twice), and its output head, which is in the FLOPs, costs a little more than a layer: across scales "
-        "only differences compare. What has not run yet is left out."
+        "only differences compare. What is still to be trained is left out."
     )
     if gain is not None:
         words += f" Twice the steps change the loss of the dense model with six layers by {gain:+.2%}."

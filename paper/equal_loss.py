@@ -16,6 +16,8 @@ from tokendepth.runs.results import read_rows
 
 Place = tuple[str, int]
 """A device and a batch size."""
+DRAWN = "drawn"
+"""What a row of a pass says of decisions that were not the model's own."""
 PassTimes = dict[str, dict[Place, float]]
 """Median milliseconds by what is computed, device and batch size."""
 Costs = Callable[[Setting], float | None]
@@ -45,19 +47,23 @@ def pass_times(results: Path) -> PassTimes:
     return found
 
 
+def drawn_decisions(results: Path) -> str:
+    """The models that were timed with decisions that are not their own."""
+    rows = read_rows(results / PASSES) if (results / PASSES).exists() else []
+    return "; ".join(sorted({row["name"] for row in rows if row.get("decided") == DRAWN}))
+
+
 def at_its_loss(found: Outcomes, entry: Entry, made: list[Entry], cost: Costs) -> Ratio | Literal["outside"] | None:
     """Its cost over that of dense models of its loss; None where one is not known, outside where all lose less."""
-    line, loss, mine = [], found.stat(entry.setting, "loss"), cost(entry.setting)
-    for dense in (one.setting for one in made if one.setting.method == "dense"):
-        height, theirs = found.stat(dense, "loss"), cost(dense)
-        if height and theirs is not None:
-            line.append((height.mean, theirs))
+    loss, mine = found.stat(entry.setting, "loss"), cost(entry.setting)
+    dense = [one.setting for one in made if one.setting.method == "dense"]
+    heights = {setting: height.mean for setting in dense if (height := found.stat(setting, "loss"))}
+    line = sorted((height, theirs) for one, height in heights.items() if (theirs := cost(one)) is not None)
     if mine is None or loss is None or not line:
         return None
-    best, theirs = min(line)
-    if loss.mean < best:
-        return Ratio(mine / theirs, bound=True)
-    reached = interpolate(sorted(line), loss.mean, beyond=0.0)
+    if loss.mean < line[0][0]:
+        return Ratio(mine / line[0][1], bound=True) if line[0][0] == min(heights.values()) else None
+    reached = interpolate(line, loss.mean, beyond=0.0)
     return OUTSIDE if reached == OUTSIDE else Ratio(mine / float(reached))
 
 

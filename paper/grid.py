@@ -124,6 +124,7 @@ def fill(
     tokens: int | None = None,
     split: Split = "val",
     curve: bool = True,
+    in_order: bool = False,
     here: bool = False,
     show: bool = True,
 ) -> Progress:
@@ -131,11 +132,14 @@ def fill(
 
     `also` gives a row more columns; `tokens` and `split` are what runs are evaluated on, `curve` whether at every point
     of a dial.
+    `in_order` takes the runs as they are given, instead of all first seeds first.
     `here` trains in this process, one after the other: for runs that take less time than a process takes to start.
     """
     from tokendepth.training.sweep import sweep, train_and_evaluate
 
-    todo = missing(configs, path) if here else _compiled(_first_seeds_first(missing(configs, path)), out)
+    todo = missing(configs, path)
+    if not here:
+        todo = _compiled(todo if in_order else first_seeds_first(todo), out)
 
     def write(run: Run) -> None:
         for hear in each:
@@ -145,15 +149,8 @@ def fill(
 
     if not here:
         how = {"curve": curve, "tokens": tokens, "split": split}
-        with ThreadPoolExecutor(1) as writer:  # what `also` computes takes seconds, in which no run would be started
-            written: list[Future[None]] = []
-
-            def later(run: Run) -> None:
-                written.append(writer.submit(write, run))
-
+        with _writing(write) as later:
             outcome = sweep(todo, out, workers=workers, deadline=deadline.at, each=later, show=show, **how)
-        for one in written:
-            one.result()  # raises what writing raised
         unwritten = missing(configs, path)  # finished before, by a call that was cut short
         for run in outcome.runs:
             if run.name in unwritten:
@@ -169,7 +166,30 @@ def fill(
     return Progress({}, names)
 
 
-def _first_seeds_first(configs: dict[str, RunConfig]) -> dict[str, RunConfig]:
+@contextlib.contextmanager
+def _writing(write: Callable[[Run], None]) -> Iterator[Callable[[Run], None]]:
+    """`write` in a thread: what a row holds takes seconds to compute, in which a sweep would start no run.
+
+    What it raises is raised with the next row, or at the end. Rows that are left when a sweep stops are written by the
+    next call.
+    """
+    writer, begun = ThreadPoolExecutor(1), list[Future[None]]()
+
+    def later(run: Run) -> None:
+        for one in begun:
+            if one.done():
+                one.result()
+        begun.append(writer.submit(write, run))
+
+    try:
+        yield later
+        for one in begun:
+            one.result()
+    finally:
+        writer.shutdown(cancel_futures=True)
+
+
+def first_seeds_first(configs: dict[str, RunConfig]) -> dict[str, RunConfig]:
     """Neighbours then differ in shape: the seeds of one, begun at once, would each compile what one of them can."""
     return dict(sorted(configs.items(), key=lambda one: one[1].train.seed))
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paper.depth import PASSES, Entry, check_names, outcomes
+from paper.equal_loss import DRAWN
 from paper.grid import Progress as Done
 from paper.grid import work_of
 from paper.outcomes import Outcomes
@@ -27,7 +28,7 @@ from tokendepth.bench.forward import as_served, check_equal
 from tokendepth.config import DenseConfig, SpanConfig, to_dict
 from tokendepth.errors import UserError
 from tokendepth.infer.compile import compiled
-from tokendepth.infer.packed import brings_graphs
+from tokendepth.infer.packed import PackedPasses
 from tokendepth.measure.clock import WARM_UP, captured, interleaved, quartiles
 from tokendepth.measure.evaluate import load_model
 from tokendepth.methods import build
@@ -51,7 +52,7 @@ class Timed:
     run: Condition
     active_fraction: float = 1.0
     decided: str = "own"
-    """Or drawn: at random."""
+    """Or DRAWN: at random."""
 
 
 def passes(
@@ -89,7 +90,7 @@ def passes(
             ids = torch.from_numpy(text).to(where)
             ways: list[Timed] = []
             for entry in [*routed, *dense]:
-                trained = _trained(entry, scale, folder)
+                trained = None if _decides_untrained(entry) else _trained(entry, scale, folder)
                 model = trained or _untrained(entry, spellings)
                 drawn = None if trained or _decides_untrained(entry) else _drawn(model, entry, ran, ids)
                 ways += _checked(entry, model, ids, drawn)
@@ -114,14 +115,14 @@ def _checked(entry: Entry, exact: LanguageModel, text: Tensor, drawn: Tensor | N
         found = run()
         same = bool((found.trace.work == wanted.trace.work).all())
         check_equal(found.logits, hard.logits, wanted.logits, same_decisions=same)
-    return [Timed(entry, how, run, active, "own" if drawn is None else "drawn") for how, run in ways.items()]
+    return [Timed(entry, how, run, active, "own" if drawn is None else DRAWN) for how, run in ways.items()]
 
 
 def _trained(entry: Entry, scale: Scale, out: Path) -> LanguageModel | None:
-    """The model of the first seed, where its run folder is there."""
+    """The model of the first seed, where its run is there and finished."""
     name = next(iter(entry.runs(1)))
-    folder = out / (name if scale == BASE else named(scale.title, name))
-    return load_model(Run.open(folder), torch.device("cpu")) if folder.exists() else None
+    run = Run(out / (name if scale == BASE else named(scale.title, name)))
+    return load_model(Run.open(run.path), torch.device("cpu")) if run.finished else None
 
 
 def _untrained(entry: Entry, spellings: Sequence[bytes]) -> LanguageModel:
@@ -151,11 +152,13 @@ def _drawn(model: LanguageModel, entry: Entry, ran: Outcomes, ids: Tensor) -> Te
 
 def _ways(model: LanguageModel, ids: Tensor, execution: str, **forced: Tensor) -> dict[str, Condition]:
     fast = compiled(model)
-    how = "packed" if execution == "sparse" and brings_graphs(fast) else "compiled"
-    return {
-        "eager": lambda: model(ids, execution=execution, **forced),
-        how: lambda: fast(ids, execution=execution, **forced),
-    }
+    ways: dict[str, Condition] = {"eager": lambda: model(ids, execution=execution, **forced)}
+    if execution == "sparse" and isinstance(fast, PackedPasses):
+        ways["packed"] = lambda: fast(ids, execution=execution, **forced)
+        ways["compiled"] = lambda: fast.unpacked(ids, execution=execution, **forced)
+    else:
+        ways["compiled"] = lambda: fast(ids, execution=execution, **forced)
+    return ways
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from paper.contenders import DATA, LONG, MODEL, WARM_UP, miniature
 from paper.depth import ROWS as BASE_ROWS
 from paper.depth import SEEDS, Entry, check_names, entries, fill_on_test, outcomes_of
 from paper.evidence import by_experiment
-from paper.grid import Deadline, Progress, missing, same
+from paper.grid import Deadline, Progress, first_seeds_first, missing, same
 from paper.outcomes import Outcomes
 from paper.search import Search
 from paper.settings import Setting
@@ -164,14 +164,15 @@ def spans(
 ) -> Progress:
     """Fill the rows of all scales but the first, which `depth` fills; run folders go to `out`.
 
-    `scale` and `only` name the scale and the contenders to train now; none is all.
+    `scale` and `only` name the scale and the contenders to train now; none is all. What every question needs comes
+    first: three seeds of dense models and of the rule at all scales.
     """
     if seeds < 1:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     if max_minutes is not None and not max_minutes > 0:
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
     check_names(only)
-    configs, deadline = {}, Deadline.after(max_minutes)
+    urgent, others, deadline = {}, {}, Deadline.after(max_minutes)
     made = {one.title: at_scale(results, one, quick=quick) for one in SCALES[1:]}
     made[INNER_WIDTH] = of_widths(results, quick=quick)
     _check_scale(scale, made)
@@ -179,13 +180,25 @@ def spans(
         for entry in found if scale in ("", title) else ():
             if not only or entry.setting.method in only:
                 runs = entry.runs(1 if quick else seeds)
-                configs |= {named(title, name): config for name, config in runs.items()}
+                kind = urgent if _is_urgent(entry) else others
+                kind |= {named(title, name): config for name, config in runs.items()}
+    configs = {**first_seeds_first(urgent), **first_seeds_first(others)}
     if not any(made.values()):
         raise UserError(f"{results} has no complete search yet; run: python -m paper search")
+    if not configs:
+        raise UserError(f"--only is {', '.join(only)}: none of them is part of {scale or 'any scale'}; name others")
     for text in {config.data for config in missing(configs, results / ROWS).values()}:
         data.load(text)  # fills the cache: runs that begin side by side would each train the BPE and encode the text
-    how = {"workers": workers, "quick": quick, "show": show}
+    how = {"workers": workers, "quick": quick, "show": show, "in_order": True}
     return fill_on_test(configs, out, results / ROWS, deadline, **how)
+
+
+def _is_urgent(entry: Entry) -> bool:
+    """The dense models that all are judged by, and the rule, but for the control of inner widths."""
+    model, method = entry.config.model, entry.config.method
+    if entry.setting.method == "dense":
+        return model.n_layer in LAYERS
+    return entry.setting.method == RULE and getattr(method, "width", None) != model.d_model
 
 
 def outcomes_at(results: Path, scale: Scale, *, quick: bool = False) -> tuple[Outcomes, list[Entry]]:

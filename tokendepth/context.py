@@ -118,7 +118,7 @@ class Context:
         spare: there may be more places than active tokens; the rest make a sequence of their own, which nobody reads.
         """
         starts, time = F.pad(active.sum(1).cumsum(0), (1, 0)), active.shape[1]
-        if spare:  # if there are fewer after all, no sequence reaches beyond them
+        if spare:  # where places are too few, sequences end at the last of them
             starts = F.pad(starts.clamp(max=len(places)), (0, 1), value=len(places))
             lengths = starts.diff()
         varlen = Varlen(starts.int(), lengths, places // time, take(columns, places), time)

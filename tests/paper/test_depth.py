@@ -619,7 +619,13 @@ def test_some_scales_and_contenders_can_be_trained_before_others(searched, monke
     assert len(asked) == 2 * (len(spans.LAYERS) + 1)
     asked.clear()
     spans.spans(seeds=1, scale=spans.INNER_WIDTH, results=searched, show=False)
-    assert len(asked) == len(spans.WIDTHS)
+    assert [vars(config.method)["width"] for config in asked.values()] == [384, 512, 256], "the control last"
+    asked.clear()
+    spans.spans(seeds=2, results=searched, show=False)
+    rules = [n for n, name in enumerate(asked) if "by_a_rule" in name and "256" not in name]
+    first = [*rules, *(n for n, name in enumerate(asked) if "dense-6" in name)]
+    others = [n for n, name in enumerate(asked) if "dense" not in name and "by_a_rule" not in name]
+    assert max(first) < min(others), "all seeds of what every question needs"
     with pytest.raises(UserError, match="did you mean 'width 512'"):
         spans.spans(scale="width 51", results=searched, show=False)
 

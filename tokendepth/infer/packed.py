@@ -16,20 +16,25 @@ from torch import Tensor, nn
 
 from tokendepth.measure.clock import captured
 from tokendepth.model import LanguageModel, Output
-from tokendepth.ops.launch import LOW_PRECISION
+from tokendepth.ops.launch import LOW_PRECISION, has_triton
 from tokendepth.ops.varlen_attention import flash_takes
 
 STEPS, TILE = 32, 128
 """The room grows by a 32nd of the tokens, in whole tiles of the library's products."""
-REMEMBERED, GRAPHS = 8, 4
-"""Passes that the guess is read off: it is the most that one of them needed. And graphs that are kept, a size each."""
+REMEMBERED = 8
+"""Passes that the guess is read off: it is the most that one of them needed."""
+GRAPHS, SHAPES = 4, 8
+"""How many graphs of a shape are kept, one for each size of room, and of how many shapes; each takes memory."""
 CAN_BE_GIVEN = {"thresholds", "decisions"}
 
 
 def packs_on_device(model: LanguageModel) -> bool:
     """Whether its passes can be packed without asking the device in their middle."""
-    low = model.norm.weight.is_cuda and model.norm.weight.dtype in LOW_PRECISION
-    return low and model.method.packs and flash_takes(model.config.width)
+    weight = model.norm.weight
+    if not weight.is_cuda or torch.version.hip is not None or not has_triton():
+        return False
+    flash = torch.cuda.get_device_capability(weight.device) >= (8, 0) and flash_takes(model.config.width)
+    return flash and model.method.packs and weight.dtype in LOW_PRECISION
 
 
 class PackedPass:
@@ -43,15 +48,19 @@ class PackedPass:
         assert model.method.packs
         assert not model.training
         assert packs_on_device(model) or not ids.is_cuda
-        self._model, self._forward, self._ids = model, forward, ids.clone()
-        self._given = {name: part.clone() for name, part in given.items()}
+        self._model, self._forward = model, forward
+        with torch.inference_mode(False):  # else later passes could not write to them
+            self._ids, self._given = ids.clone(), {name: part.clone() for name, part in given.items()}
         self._step = TILE * math.ceil(ids.numel() / STEPS / TILE)
         self._needed: deque[int] = deque(maxlen=REMEMBERED)
         self._graphs: dict[int, Callable[[], object]] = {}
+        self._found: dict[int, Output] = {}
+        self._pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None  # shared: only the last result is read
 
     def room_for(self, count: int) -> int:
         return self._step * max(1, math.ceil(count / self._step))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def __call__(self, ids: Tensor | None = None, **given: Tensor) -> Output:
         if ids is not None:
@@ -68,20 +77,27 @@ class PackedPass:
             if self._needed[-1] <= room:
                 return found
 
-    def _with(self, room: int) -> Output:
-        if room not in self._graphs:
-            if len(self._graphs) == GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
-            self._graphs[room] = captured(lambda: self._run(room), self._ids.device)
-        found = self._graphs[room]()
-        assert isinstance(found, Output)
-        return found
+    def forget(self) -> None:
+        """Free the memory of its graphs, which refer to it and it to them."""
+        self._graphs.clear()
+        self._found.clear()
 
-    def _run(self, room: int) -> Output:
+    def _with(self, room: int) -> Output:
+        graph = self._graphs.pop(room, None)
+        if graph is None:
+            if len(self._graphs) == GRAPHS:
+                oldest = next(iter(self._graphs))
+                del self._graphs[oldest], self._found[oldest]
+            graph = captured(lambda: self._run(room), self._ids.device, pool=self._pool)
+        self._graphs[room] = graph  # the last used stands last
+        graph()
+        return self._found[room]
+
+    def _run(self, room: int) -> None:
         method = self._model.method
         method.room = room
         try:
-            return self._forward(self._ids, execution="sparse", **self._given)
+            self._found[room] = self._forward(self._ids, execution="sparse", **self._given)
         finally:
             method.room = 0
 
@@ -89,7 +105,7 @@ class PackedPass:
 class PackedPasses(nn.Module):
     """A compiled model whose sparse passes over whole sequences are packed; all others are as they were compiled.
 
-    Such a pass brings a CUDA graph of its own for each shape, so it cannot be a part of another one.
+    Such a pass brings a CUDA graph of its own for each shape, so it cannot be captured in another one.
     """
 
     def __init__(self, original: LanguageModel, compiled: Callable[..., Output]) -> None:
@@ -97,17 +113,49 @@ class PackedPasses(nn.Module):
         self.original = original
         self._compiled = (compiled,)  # in a tuple, so that it is not registered as a submodule
         self._passes: dict[tuple, PackedPass] = {}
+        self._forget()
+
+    @property
+    def unpacked(self) -> Callable[..., Output]:
+        return self._compiled[0]
 
     def forward(self, ids: Tensor, *, execution: str = "soft", **given: Any) -> Output:
         given = {name: part for name, part in given.items() if part is not None}
         if execution != "sparse" or given.keys() - CAN_BE_GIVEN or torch.is_grad_enabled() or self.original.training:
-            return self._compiled[0](ids, execution=execution, **given)
-        kind = ids.shape, *((name, part.shape) for name, part in sorted(given.items()))
-        if kind not in self._passes:
-            self._passes[kind] = PackedPass(self.original, ids, self._compiled[0], **given)
-        found = self._passes[kind](ids, **given)
+            return self.unpacked(ids, execution=execution, **given)
+        if self._weights != self._places():
+            self._forget()
+        if not self._packs:  # its weights were moved to another device, or are of another type now
+            return self.unpacked(ids, execution=execution, **given)
+        found = self._pass(ids, given)(ids, **given)
         trace = replace(found.trace, work=found.trace.work.clone(), fewer_keys=found.trace.fewer_keys.clone())
         return Output(found.logits.clone(), trace, found.losses)  # the next pass overwrites what this one found
+
+    def _pass(self, ids: Tensor, given: dict[str, Tensor]) -> PackedPass:
+        parts = sorted({"ids": ids, **given}.items())
+        kind = tuple((name, part.shape, part.dtype, part.device) for name, part in parts)
+        found = self._passes.pop(kind, None)
+        if found is None:
+            if len(self._passes) == SHAPES:
+                self._passes.pop(next(iter(self._passes))).forget()
+            found = PackedPass(self.original, ids, self.unpacked, **given)
+        self._passes[kind] = found  # the last used stands last
+        return found
+
+    def _places(self) -> tuple[int, int]:
+        """Where weights are that are moved whenever a model is: graphs read the places that they were captured with."""
+        return self.original.norm.weight.data_ptr(), self.original.embedding.weight.data_ptr()
+
+    def _forget(self) -> None:
+        for one in self._passes.values():
+            one.forget()
+        self._passes.clear()
+        weight = self.original.norm.weight
+        self._weights, self._packs = self._places(), packs_on_device(self.original) or not weight.is_cuda
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, whose weights are elsewhere."""
+        return {**self.__dict__, "_passes": {}}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -118,7 +166,7 @@ class PackedPasses(nn.Module):
 
 def by_itself(model: LanguageModel) -> LanguageModel:
     """The same compiled model with guesses of its own: for passes that are timed in turns and skip different shares."""
-    return PackedPasses(model.original, model._compiled[0]) if isinstance(model, PackedPasses) else model  # pyright: ignore[reportReturnType]
+    return PackedPasses(model.original, model.unpacked) if isinstance(model, PackedPasses) else model  # pyright: ignore[reportReturnType]
 
 
 def brings_graphs(model: LanguageModel) -> bool:

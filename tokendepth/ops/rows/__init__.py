@@ -63,7 +63,7 @@ def last_active(values: Tensor, active: Tensor, room: int = 0) -> Tensor:
     """`[batch, time, d]`: to each token that of `values` `[n, d]` which is of the last active token of its sequence.
 
     `values` are of the active tokens, in their order; tokens before the first active one get zeros. room: n, where that
-    may be fewer than there are active tokens; what the others get is then meaningless.
+    may be fewer than there are active tokens; whoever would get a row that found no room gets another one.
     """
     row = torch.where(active.cumsum(1) > 0, active.flatten().cumsum(0).view_as(active), 0).flatten()
     row = row.clamp(max=room) if room else row
