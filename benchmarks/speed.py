@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks import decode
 from tokendepth.report.tables import piped
 from tokendepth.runs.files import write_bytes
-from tokendepth.runs.results import Row, read_rows
+from tokendepth.runs.results import Row, rows_so_far
 
 INTRODUCTION = """# Skipping, on the clock
 
@@ -197,5 +197,5 @@ def write(results: Path, page_path: Path) -> None:
 def rows_of(results: Path) -> tuple[list[Row], list[Row], list[Row]]:
     """What `page` is made of; none where a file is missing."""
     paths = [results / f"{name}.json" for name in ("forward", "training", "decode")]
-    forward, training, decoding = (read_rows(path) if path.exists() else [] for path in paths)
+    forward, training, decoding = (rows_so_far(path) for path in paths)
     return forward, training, decoding

@@ -23,7 +23,7 @@ from paper.settings import Comparison, Setting
 from tokendepth.config import RunConfig, from_dict, override
 from tokendepth.errors import UserError, did_you_mean
 from tokendepth.methods import dial_of, outline
-from tokendepth.runs.results import Row, read_rows
+from tokendepth.runs.results import Row, rows_so_far
 from tokendepth.runs.run import Run
 from tokendepth.training.progress import console
 
@@ -197,16 +197,12 @@ def outcomes(results: Path, *, quick: bool = False) -> tuple[Outcomes, list[Entr
 def outcomes_of(found: list[Entry], results: Path, *files: str) -> Outcomes:
     """From the rows of `files`, each with the time of a training step where that is known."""
     comparison = Comparison("enwik8, bytes", "enwik8-bytes", SEEDS, tuple(e.setting for e in found), files)
-    rows = by_experiment([row for name in files for row in _rows(results / name)])
-    times = {same_work(from_dict(row["config"])): row["step_ms"][0] for row in _rows(results / TIMES)}
+    rows = by_experiment([row for name in files for row in rows_so_far(results / name)])
+    times = {same_work(from_dict(row["config"])): row["step_ms"][0] for row in rows_so_far(results / TIMES)}
     for row in (row for seeds in rows.values() for row in seeds.values()):
         if (step := times.get(same_work(from_dict(row["config"])))) is not None:
             row["step_ms"] = step
     return Outcomes(comparison, {entry.setting: entry.config for entry in found}, rows, {})
-
-
-def _rows(path: Path) -> list[Row]:
-    return read_rows(path) if path.exists() else []
 
 
 @dataclass(frozen=True)
@@ -225,7 +221,7 @@ class Order:
 
 def order(results: Path, *, quick: bool = False) -> list[Order]:
     """Whether full length keeps the order of the search, by the validation that ends each training."""
-    search, rows = Search.read(results, quick=quick), by_experiment(_rows(results / ROWS))
+    search, rows = Search.read(results, quick=quick), by_experiment(rows_so_far(results / ROWS))
     found = []
     for one in contenders.CONTENDERS:
         best, second = search.choice(one), runner_up(search, one)

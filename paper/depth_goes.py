@@ -15,7 +15,7 @@ from tokendepth.analysis.windows import Estimate
 from tokendepth.config import to_dict
 from tokendepth.report.summary import DASH
 from tokendepth.runs.files import disk_faults, write_bytes
-from tokendepth.runs.results import Row, add_rows, read_rows
+from tokendepth.runs.results import Row, add_rows, rows_so_far
 from tokendepth.runs.run import Run
 
 ROWS = "analysis.json"
@@ -184,5 +184,5 @@ def write(results: Path, path: Path) -> Path:
     source = results / ROWS
     with disk_faults(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, document(read_rows(source) if source.exists() else []).encode())
+    write_bytes(path, document(rows_so_far(source)).encode())
     return path

@@ -12,7 +12,7 @@ from paper.outcomes import OUTSIDE, Outcomes, interpolate
 from paper.settings import Setting
 from tokendepth.config import from_dict
 from tokendepth.report.summary import DASH
-from tokendepth.runs.results import read_rows
+from tokendepth.runs.results import rows_so_far
 
 Place = tuple[str, int]
 """A device and a batch size."""
@@ -41,7 +41,7 @@ class Ratio:
 
 def pass_times(results: Path) -> PassTimes:
     found: PassTimes = {}
-    for row in read_rows(results / PASSES) if (results / PASSES).exists() else []:
+    for row in rows_so_far(results / PASSES):
         place = row["device"].removeprefix("NVIDIA "), row["batch"]
         found.setdefault(same_work(from_dict(row["config"])), {})[place] = row["pass_ms"][0]
     return found
@@ -49,7 +49,7 @@ def pass_times(results: Path) -> PassTimes:
 
 def drawn_decisions(results: Path) -> str:
     """The models that were timed with decisions that are not their own."""
-    rows = read_rows(results / PASSES) if (results / PASSES).exists() else []
+    rows = rows_so_far(results / PASSES)
     return "; ".join(sorted({row["name"] for row in rows if row.get("decided") == DRAWN}))
 
 

@@ -12,7 +12,7 @@ from tokendepth.config import RunConfig, from_dict
 from tokendepth.errors import UserError
 from tokendepth.report.records import as_number
 from tokendepth.report.summary import COLLAPSE, Stat
-from tokendepth.runs.results import Row, read_rows
+from tokendepth.runs.results import Row, read_rows, rows_so_far
 
 NOT_RUN = "not run"
 RUN_FILES = ("reproduction.json", "shakespeare.json")
@@ -49,7 +49,7 @@ class Evidence:
     @classmethod
     def read(cls, results: Path, *, quick: bool = False) -> "Evidence":
         def rows(name: str) -> list[Row]:
-            return read_rows(results / name) if (results / name).exists() else []
+            return rows_so_far(results / name)
 
         configs = tables.experiments()
         return cls(

@@ -26,7 +26,7 @@ from tokendepth.report.summary import Row as TableRow
 from tokendepth.report.summary import Stat, group
 from tokendepth.report.tables import markdown_table, piped
 from tokendepth.runs.files import write_bytes
-from tokendepth.runs.results import Row, read_rows
+from tokendepth.runs.results import Row, read_rows, rows_so_far
 
 PAGES = ("README.md", "docs/RESULTS.md", "docs/RELIABILITY.md", "docs/API.md", "docs/SERVE.md", "docs/SPECULATION.md")
 KINDS = "summary|results|headline|paper|training|faults|api|serve|speculation"
@@ -44,7 +44,7 @@ def render(text: str, root: Path) -> str:
         "faults": _faults_table,
         "api": lambda path: _api(),
         "serve": lambda path: serving.table(read_rows(path)),
-        "speculation": lambda path: speculation.table(read_rows(path) if path.exists() else []),
+        "speculation": lambda path: speculation.table(rows_so_far(path)),
     }
     return PART.sub(lambda m: m[1] + makers[m[2]](root / m[3]) + m[5], text)
 

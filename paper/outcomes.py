@@ -14,7 +14,7 @@ from paper.settings import SAME_FLOPS, SAME_PARAMETERS, Comparison, Setting
 from paper.shares import Shares
 from tokendepth.config import BudgetConfig, RunConfig, from_dict
 from tokendepth.report.summary import Stat
-from tokendepth.runs.results import Row, read_rows
+from tokendepth.runs.results import Row, rows_so_far
 
 COSTS = "compare_costs.json"
 OUTSIDE = "outside"
@@ -54,7 +54,7 @@ class Outcomes:
     @classmethod
     def read(cls, results: Path, comparison: Comparison, *, quick: bool = False) -> "Outcomes":
         def rows(name: str) -> list[Row]:
-            return read_rows(results / name) if (results / name).exists() else []
+            return rows_so_far(results / name)
 
         configs = {
             setting: next(iter(settings.runs(setting, comparison.corpus, 1, quick=quick).values()))

@@ -17,7 +17,7 @@ from paper.grid import Deadline, Progress
 from paper.tables import Measurement, Table
 from tokendepth import progress
 from tokendepth.config import ModelConfig, RunConfig
-from tokendepth.runs.results import Row, add_rows, read_rows
+from tokendepth.runs.results import Row, add_rows, rows_so_far
 from tokendepth.runs.run import Run
 from tokendepth.training.progress import console
 
@@ -80,7 +80,7 @@ class _Study:
             from tokendepth.runs.machine import choose_device, environment
 
             path = self.results / CALLS
-            number = len(read_rows(path)) if path.exists() else 0
+            number = len(rows_so_far(path))
             row = {"call": number, "table": table, "seeds": self.seeds, "minutes": minutes}
             row |= {"runs": self.new_runs, "measurements": self.new_rows, **environment(choose_device(self.device))}
             add_rows(path, [row], identity=("call",))
@@ -176,7 +176,7 @@ class _Study:
         )
         known = {
             row["shape"]
-            for row in (read_rows(path) if path.exists() else [])
+            for row in rows_so_far(path)
             if row["benchmark"] == "training step"
             and row["device"] == describe_device(device)
             and "early_exit_ms" in row

@@ -27,7 +27,7 @@ from paper.grid import Deadline, Progress, check_size
 from tokendepth.config import DataConfig, DenseConfig, ModelConfig, RunConfig, TrainConfig, from_dict
 from tokendepth.data.dataset import Split
 from tokendepth.errors import UserError, did_you_mean
-from tokendepth.runs.results import Row, read_rows
+from tokendepth.runs.results import Row, rows_so_far
 from tokendepth.runs.run import Run
 from tokendepth.training.retrofit_options import TRAIN, RetrofitOptions
 
@@ -146,7 +146,7 @@ def search_differences(path: Path, sha256: str) -> dict[str, dict[int, float]]:
     Not the loss itself: rows of different times read more or less of the validation text.
     """
     found: dict[str, dict[int, float]] = {}
-    for row in read_rows(path) if path.exists() else []:
+    for row in rows_so_far(path):
         retrofit = from_dict(row["config"]).retrofit
         if retrofit is not None and retrofit.sha256 == sha256:
             name, _, number = row["name"].rsplit("-", 2)

@@ -13,7 +13,7 @@ from tokendepth.config import RunConfig, from_dict
 from tokendepth.report.figures import Drawing
 from tokendepth.report.summary import DASH, Stat
 from tokendepth.runs.files import disk_faults, write_bytes
-from tokendepth.runs.results import Row, read_rows
+from tokendepth.runs.results import Row, rows_so_far
 
 HEAD = """\
 # Retrofit: routers put into a model that is there already
@@ -130,7 +130,7 @@ def full_budget(row: Row) -> float | None:
 
 def bases(path: Path) -> list[Base]:
     found: dict[str, Base] = {}
-    for row in read_rows(path) if path.exists() else []:
+    for row in rows_so_far(path):
         config = from_dict(row["config"])
         assert config.retrofit is not None
         name, budget, _ = row["name"].rsplit("-", 2)

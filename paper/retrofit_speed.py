@@ -8,7 +8,7 @@ from pathlib import Path
 from paper.comparison import table, wrapped
 from paper.evidence import NOT_RUN
 from tokendepth.report.summary import DASH
-from tokendepth.runs.results import Row, read_rows
+from tokendepth.runs.results import Row, rows_so_far
 
 PREFILL, DECODE = "prefill", "decode"
 EFFICIENCY = 0.85
@@ -30,7 +30,7 @@ def section(results: Path, base: str) -> str:
 
 def _lines(results: Path, base: str, name: str, what: str) -> list[list[str]]:
     path = results / f"{name}.json"
-    rows = [row for row in (read_rows(path) if path.exists() else []) if row["execution"] == "sparse"]
+    rows = [row for row in rows_so_far(path) if row["execution"] == "sparse"]
     own = [row for row in rows if (row["run"] or "").startswith(f"{base}-")]
     timed = {row["device"] for row in own}
     shape = [row for row in rows if row["shape"] == base and row["run"] is None and row["device"] not in timed]

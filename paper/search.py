@@ -27,7 +27,7 @@ from paper.grid import Deadline, Progress, same
 from paper.outcomes import interpolate
 from tokendepth.config import RunConfig, from_dict, to_dict
 from tokendepth.errors import UserError
-from tokendepth.runs.results import Row, add_rows, read_rows
+from tokendepth.runs.results import Row, add_rows, rows_so_far
 from tokendepth.runs.run import Run
 
 ROWS = "search.json"
@@ -118,7 +118,7 @@ class Search:
     @classmethod
     def read(cls, results: Path, *, quick: bool = False) -> "Search":
         path = results / ROWS
-        rows = {same(from_dict(row["config"])): row for row in (read_rows(path) if path.exists() else [])}
+        rows = {same(from_dict(row["config"])): row for row in rows_so_far(path)}
         found: dict[Contender, list[tuple[str, float, Row]]] = {}
         lost, missing = dict.fromkeys(contenders.CONTENDERS, 0), dict.fromkeys(contenders.CONTENDERS, 0)
         for one in contenders.CONTENDERS:

@@ -27,7 +27,7 @@ from paper.settings import Setting
 from tokendepth import data
 from tokendepth.config import RunConfig, SpanConfig, override
 from tokendepth.errors import UserError, did_you_mean
-from tokendepth.runs.results import read_rows
+from tokendepth.runs.results import rows_so_far
 
 ROWS = "spans.json"
 LAYERS = (6, 4, 8)
@@ -124,7 +124,7 @@ def best_of(names: Iterable[str], search: Search) -> str | None:
 def best_at_full_length(names: Iterable[str], results: Path, search: Search) -> str | None:
     """Of these contenders the one that ended with the lowest loss on validation text, in the mean over its seeds."""
     path = results / BASE_ROWS
-    rows, losses = by_experiment(read_rows(path) if path.exists() else []), {}
+    rows, losses = by_experiment(rows_so_far(path)), {}
     for one in contenders.CONTENDERS:
         choice = search.choice(one)
         if one.name in names and choice is not None:

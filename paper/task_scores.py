@@ -15,7 +15,7 @@ from paper.retrofit import CONTENDERS, SEEDS
 from tokendepth.config import DenseConfig, RunConfig, from_dict, method_name, to_dict
 from tokendepth.errors import UserError
 from tokendepth.report.summary import DASH, Stat
-from tokendepth.runs.results import Row, add_rows, read_rows
+from tokendepth.runs.results import Row, add_rows, rows_so_far
 from tokendepth.runs.run import Run
 
 ROWS = "tasks.json"
@@ -110,7 +110,7 @@ class Scored:
 def bases(path: Path) -> list[Scored]:
     """As the runs execute sparsely at their own budgets; where a task was scored twice, the one with more items."""
     found: dict[str, Scored] = {}
-    for row in read_rows(path) if path.exists() else []:
+    for row in rows_so_far(path):
         if (row["execution"], row["budget"]) != ("sparse", None):
             continue
         config = from_dict(row["config"])

@@ -16,7 +16,7 @@ from tokendepth.measure.clock import interleaved, quartiles
 from tokendepth.methods import build
 from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, environment
-from tokendepth.runs.results import Row, add_rows, read_rows
+from tokendepth.runs.results import Row, add_rows, rows_so_far
 from tokendepth.trace import Execution
 
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.726, 0.8, 0.833, 0.9, 1.0)
@@ -82,7 +82,7 @@ def measure(
     """
     where, path = choose_device(device), results / "wallclock.json"
     facts = {"benchmark": "forward pass", "shape": protocol.shape, **environment(where)}
-    known = {_identity(row) for row in read_rows(path)} if path.exists() else set()
+    known = {_identity(row) for row in rows_so_far(path)}
     abouts = [(condition, {**facts, **condition.columns}) for condition in conditions]
     todo = [(condition, about) for condition, about in abouts if _identity(about) not in known]
     rounds = len(todo) * (protocol.warm_up + protocol.passes)

@@ -18,6 +18,11 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def rows_so_far(path: Path) -> list[Row]:
+    """Those of the file at `path`; none if it is not there yet."""
+    return read_rows(path) if path.exists() else []
+
+
 def add_rows(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
     """Add `rows` to the file at `path`; a row that equals an existing one in all of `identity` replaces it."""
 
@@ -26,7 +31,7 @@ def add_rows(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
 
     with disk_faults(path):
         make_folder(path.parent)
-    merged = {key(row): row for row in [*(read_rows(path) if path.exists() else []), *rows]}
+    merged = {key(row): row for row in [*rows_so_far(path), *rows]}
     # One row per line: a changed number is a one-line difference.
     text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in merged.values()) + "\n]\n"
     write_bytes(path, text.encode())
