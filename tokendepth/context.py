@@ -43,7 +43,7 @@ class Context:
     teacher: Tensor | None = None
     """`[batch, time, vocabulary]` logits of the model that this one is to be like, while training with a teacher."""
     room: int = 0
-    """The method's `room`, in a pass that has one."""
+    """How many rows to make of tokens that are packed, where that must be known beforehand; 0: as many as there are."""
     readout: Callable[[Tensor], Tensor] | None = None
     """Hidden states to logits: final norm and head."""
     layer: int | None = None

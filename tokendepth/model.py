@@ -253,6 +253,7 @@ class LanguageModel(nn.Module):
         thresholds: Tensor | None = None,
         teacher: Tensor | None = None,
         read: Tensor | None = None,
+        room: int = 0,
     ) -> Output:
         """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the rest as in `Context`.
 
@@ -265,9 +266,7 @@ class LanguageModel(nn.Module):
         needed = self._needed(time, cache, valid)
         ctx, positions = self._context(time, ids.device, execution, cache, valid, needed)
         ctx = replace(ctx, ids=ids, decisions=decisions, given_thresholds=thresholds)
-        ctx = replace(ctx, targets=targets, counted=counted, teacher=teacher)
-        if self.method.room:  # asked here, too, so that a compiler tells such passes from others before all else
-            ctx = replace(ctx, room=self.method.room)
+        ctx = replace(ctx, targets=targets, counted=counted, teacher=teacher, room=room)
         found = self.method(self.embedded(ids, positions), ctx)
         if cache is not None:
             cache.advance(time, valid, needed)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tests.methods.test_span import MODERN, given, method_of, some, span, tokens
+from tests.methods.test_span import MODERN, given, some, span, tokens
 from tokendepth.cache import KVCache
 from tokendepth.config import DenseConfig, RunConfig
 from tokendepth.infer import auto, packed
-from tokendepth.infer.packed import PackedPass, PackedPasses, brings_graphs, by_itself, packs_on_device
+from tokendepth.infer.packed import PackedPass, PackedPasses, by_itself, packs_on_device
 from tokendepth.methods import build
 from tokendepth.model import LanguageModel, Output
 
@@ -47,7 +47,6 @@ def test_spare_room_changes_nothing(case, steps, tile, monkeypatch):
         expected = model(ids, execution="sparse")
         assert_same(pass_(ids), expected)
         assert_same(pass_(), expected)
-    assert not method_of(model).room, "other passes are as they were"
 
 
 @pytest.mark.parametrize("decided", [torch.ones_like, torch.zeros_like, some], ids=["all", "nobody", "some"])
@@ -63,7 +62,7 @@ def test_a_pass_with_too_little_room_is_repeated_and_room_is_given_up_in_time(mo
     monkeypatch.setattr(packed, "TILE", 1)
     model, made_room, ids = made("score"), [], tokens()
     few, many = (model.forcing(given(torch.arange(ids.numel()).view_as(ids) % n == 0)) for n in (8, 2))
-    forward = lambda *args, **how: made_room.append(model.method.room) or model(*args, **how)  # noqa: E731
+    forward = lambda *args, **how: made_room.append(how["room"]) or model(*args, **how)  # noqa: E731
     pass_ = PackedPass(model, ids, forward, **few)
 
     def rooms(told: dict[str, Tensor]) -> list[int]:
@@ -164,9 +163,8 @@ def test_passes_that_are_timed_in_turns_guess_for_themselves():
     fast = PackedPasses(model, model)
     other = by_itself(fast)  # pyright: ignore[reportArgumentType]
     assert other is not fast
-    assert brings_graphs(other)
+    assert isinstance(other, PackedPasses)
     assert by_itself(model) is model
-    assert not brings_graphs(model)
     assert not packs_on_device(model), "on a CPU nobody has to be asked"
     profile = auto._measured(fast, 2, 16)  # pyright: ignore[reportArgumentType]
     assert min(profile["sparse_ms"]) > 0 < profile["hard_ms"]

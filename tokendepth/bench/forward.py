@@ -27,7 +27,7 @@ from tokendepth.data.of_run import dataset_of
 from tokendepth.errors import UserError
 from tokendepth.infer import auto
 from tokendepth.infer.compile import compiled
-from tokendepth.infer.packed import brings_graphs, by_itself
+from tokendepth.infer.packed import PackedPasses, by_itself
 from tokendepth.measure import calibrate
 from tokendepth.measure.clock import WARM_UP, captured, interleaved, quartiles
 from tokendepth.measure.evaluate import batches, load_model
@@ -293,7 +293,7 @@ def _compared(
         totals["soft", None] = _nothing_skipped(model, ids)
     # Nobody reads what a timed pass returns, so all may write it to the same memory: logits can be gigabytes.
     pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None
-    whole = {name for name in conditions if name[0] == "sparse" and brings_graphs(fast)}
+    whole = {name for name in conditions if name[0] == "sparse" and isinstance(fast, PackedPasses)}
     captures = {
         name: condition if name in whole else captured(condition, ids.device, pool=pool)
         for name, condition in conditions.items()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tokendepth.infer import profiles
-from tokendepth.infer.packed import brings_graphs, by_itself
+from tokendepth.infer.packed import PackedPasses, by_itself
 from tokendepth.measure.clock import captured, interleaved
 from tokendepth.model import LanguageModel
 from tokendepth.ops.launch import LOW_PRECISION
@@ -84,7 +84,7 @@ def _measured(model: LanguageModel, batch: int, time_steps: int) -> dict[str, An
         conditions[fraction] = lambda own=own, decided=decided: own(ids, execution="sparse", **decided)
     graphs = model.can_be_captured
     if graphs:
-        still = {name: run for name, run in conditions.items() if name == 0.0 or not brings_graphs(model)}
+        still = {name: run for name, run in conditions.items() if name == 0.0 or not isinstance(model, PackedPasses)}
         conditions |= {name: captured(run, device) for name, run in still.items()}
     hard, *sparse = map(statistics.median, interleaved(conditions, REPEATS, device, graphs=graphs).values())
     return {"hard_ms": hard, "sparse_ms": sparse}

@@ -4,9 +4,9 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 
 from tokendepth.infer.packed import PackedPasses, packs_on_device
+from tokendepth.infer.wrapped import Wrapped
 from tokendepth.model import LanguageModel, Output
 from tokendepth.runs.machine import keep_freed_memory
 
@@ -27,10 +27,10 @@ def compiled(model: LanguageModel) -> LanguageModel:
     keep_freed_memory()
     # Keep the number of active rows symbolic; else compaction would break the graph in every block.
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
-    return cast(LanguageModel, Packed(model))
+    return cast(LanguageModel, PackedWeights(model))
 
 
-class Packed(nn.Module):
+class PackedWeights(Wrapped):
     """A model whose weights are constants to the compiler, which packs them for matrix products.
 
     Thresholds are passed in at every call, so that a budget can be set at any time. Changed weights are packed again,
@@ -38,8 +38,7 @@ class Packed(nn.Module):
     """
 
     def __init__(self, model: LanguageModel) -> None:
-        super().__init__()
-        self.original = model
+        super().__init__(model)
         # With dynamic sizes the compiler uses the library that packs weights for any number of rows.
         self._run = (torch.compile(model, dynamic=True),)  # in a tuple, so that it is not registered as a submodule
 
@@ -50,12 +49,6 @@ class Packed(nn.Module):
         kwargs.setdefault("thresholds", self.original.method.live_thresholds())
         with inductor.patch(freezing=not torch.is_grad_enabled()):
             return self._run[0](*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("original"), name)
 
 
 _packed: WeakKeyDictionary[LanguageModel, list[tuple[int, int]]] = WeakKeyDictionary()

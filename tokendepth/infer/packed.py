@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tokendepth.infer.wrapped import Wrapped
 from tokendepth.measure.clock import captured
 from tokendepth.model import LanguageModel, Output
 from tokendepth.ops.launch import LOW_PRECISION, has_triton
@@ -94,23 +95,17 @@ class PackedPass:
         return self._found[room]
 
     def _run(self, room: int) -> None:
-        method = self._model.method
-        method.room = room
-        try:
-            self._found[room] = self._forward(self._ids, execution="sparse", **self._given)
-        finally:
-            method.room = 0
+        self._found[room] = self._forward(self._ids, execution="sparse", room=room, **self._given)
 
 
-class PackedPasses(nn.Module):
+class PackedPasses(Wrapped):
     """A compiled model whose sparse passes over whole sequences are packed; all others are as they were compiled.
 
     Such a pass brings a CUDA graph of its own for each shape, so it cannot be captured in another one.
     """
 
     def __init__(self, original: LanguageModel, compiled: Callable[..., Output]) -> None:
-        super().__init__()
-        self.original = original
+        super().__init__(original)
         self._compiled = (compiled,)  # in a tuple, so that it is not registered as a submodule
         self._passes: dict[tuple, PackedPass] = {}
         self._forget()
@@ -157,21 +152,10 @@ class PackedPasses(nn.Module):
         """For copies, whose weights are elsewhere."""
         return {**self.__dict__, "_passes": {}}
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("original"), name)
-
 
 def by_itself(model: LanguageModel) -> LanguageModel:
     """The same compiled model with guesses of its own: for passes that are timed in turns and skip different shares."""
     return PackedPasses(model.original, model.unpacked) if isinstance(model, PackedPasses) else model  # pyright: ignore[reportReturnType]
-
-
-def brings_graphs(model: LanguageModel) -> bool:
-    """Whether its sparse passes are CUDA graphs already."""
-    return isinstance(model, PackedPasses)
 
 
 def _taking_the_span(found: Output) -> int:

@@ -49,8 +49,6 @@ class Method(nn.Module):
     """Whether sparse execution needs no host synchronisation where kernels run."""
     packs = False
     """Whether sparse execution packs the tokens of several blocks once."""
-    room: int
-    """How many rows to make of those tokens, where that must be known beforehand; 0: as many as there are."""
     draft_share = 0.2
     """The share of tokens, or of routed blocks, that works in a draft, unless another is named."""
     wants_teacher = False
@@ -65,7 +63,6 @@ class Method(nn.Module):
     def __init__(self, model: ModelConfig, config: MethodConfig) -> None:
         super().__init__()
         self.model, self.config = model, config
-        self.room = 0
 
     def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         raise NotImplementedError
