@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokendepth.cache import KVCache
+from tokendepth.ops.announced import announced
 from tokendepth.ops.block_inputs import BlockInputs
 from tokendepth.ops.decide import Decision, list_active
 from tokendepth.ops.rows import ChosenRows, Listed, take
@@ -118,8 +119,8 @@ class Context:
         spare: there may be more places than active tokens; the rest make a sequence of their own, which nobody reads.
         """
         starts, time = F.pad(active.sum(1).cumsum(0), (1, 0)), active.shape[1]
-        if spare:  # where places are too few, sequences end at the last of them
-            starts = F.pad(starts.clamp(max=len(places)), (0, 1), value=len(places))
+        if spare:  # where places are too few, which the host is told, sequences end at the last of them
+            starts = F.pad(announced(starts).clamp(max=len(places)), (0, 1), value=len(places))
             lengths = starts.diff()
         varlen = Varlen(starts.int(), lengths, places // time, take(columns, places), time)
         rotation = self.rotation

@@ -78,6 +78,25 @@ def test_a_pass_with_too_little_room_is_repeated_and_room_is_given_up_in_time(mo
     assert rooms(few) == [small]
 
 
+@torch.no_grad()
+def test_the_device_tells_how_many_take_the_span(monkeypatch):
+    """And a pass that was interrupted before it told its number is waited for: it might tell it in the next one's."""
+    model, ids, waited = made("score"), tokens(), []
+    pass_ = PackedPass(model, ids, model)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for seed in range(3):
+        found = pass_(tokens(seed=seed))
+        assert pass_._told == found.trace.work[span_begin(model)].sum()
+    assert waited == []
+    pass_._told.fill_(-1)
+    assert_same(pass_(ids), model(ids, execution="sparse"))
+    assert len(waited) == 1
+
+
+def span_begin(model: LanguageModel) -> int:
+    return next(n for n, site in enumerate(model.method.sites(1)) if site.routed)
+
+
 def test_no_more_graphs_are_kept_than_a_few(monkeypatch):
     monkeypatch.setattr(packed, "TILE", 1)
     monkeypatch.setattr(packed, "REMEMBERED", 1)

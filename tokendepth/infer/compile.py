@@ -16,8 +16,8 @@ def compiled(model: LanguageModel) -> LanguageModel:
 
     The first pass of each execution and shape takes some ten seconds. On a CPU the weights are packed for matrix
     products, and the process keeps the memory that a pass frees; on a GPU nothing waits for the host, so that a pass
-    can be captured as a CUDA graph. A span's tokens are packed there: such a pass is a graph already, at whose end
-    the host asks how many they were.
+    can be captured as a CUDA graph. A span's tokens are packed there: such a pass is a graph already, and the host
+    waits until the device tells how many they are.
     """
     # Each model is compiled separately, for each execution, and for each room that a span is packed into.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)

@@ -1,8 +1,8 @@
 """Whole sequences through a span at library speed: the tokens that take it are packed, on a GPU too.
 
 How many take it only the device knows, so a pass is one CUDA graph with room for a guess, which is read off earlier
-passes, and the number is asked when it has ended. Rows that are too many are computed and read by nobody; a pass that
-had too little room is repeated with more.
+passes. The device tells the number when it has decided, and the host waits for that, not for the end of the pass. Rows
+that are too many are computed and read by nobody; a pass that had too little room is repeated with more.
 """
 
 import math
@@ -17,6 +17,7 @@ from torch import Tensor
 from tokendepth.infer.wrapped import Wrapped
 from tokendepth.measure.clock import captured
 from tokendepth.model import LanguageModel, Output
+from tokendepth.ops.announced import heard_by
 from tokendepth.ops.launch import LOW_PRECISION, has_triton
 from tokendepth.ops.varlen_attention import flash_takes
 
@@ -52,6 +53,9 @@ class PackedPass:
         self._model, self._forward = model, forward
         with torch.inference_mode(False):  # else later passes could not write to them
             self._ids, self._given = ids.clone(), {name: part.clone() for name, part in given.items()}
+            # How many tokens take the span; -1 from the beginning of a pass until the device has told it.
+            self._told = torch.zeros((), dtype=torch.long, pin_memory=ids.is_cuda)
+            """How many tokens take the span; -1 from the beginning of a pass until the device has told it."""
         self._step = TILE * math.ceil(ids.numel() / STEPS / TILE)
         self._needed: deque[int] = deque(maxlen=REMEMBERED)
         self._graphs: dict[int, Callable[[], object]] = {}
@@ -74,7 +78,7 @@ class PackedPass:
         while True:
             room = max(self._needed)
             found = self._with(room)
-            self._needed.append(self.room_for(_taking_the_span(found)))
+            self._needed.append(self.room_for(self._count()))
             if self._needed[-1] <= room:
                 return found
 
@@ -91,11 +95,22 @@ class PackedPass:
                 del self._graphs[oldest], self._found[oldest]
             graph = captured(lambda: self._run(room), self._ids.device, pool=self._pool)
         self._graphs[room] = graph  # the last used stands last
+        if self._told < 0:  # a pass before was interrupted, and may tell its number yet
+            torch.cuda.synchronize(self._ids.device)
+        self._told.fill_(-1)
         graph()
         return self._found[room]
 
     def _run(self, room: int) -> None:
-        self._found[room] = self._forward(self._ids, execution="sparse", room=room, **self._given)
+        with heard_by(lambda starts: self._told.copy_(starts[-1], non_blocking=True)):
+            self._found[room] = self._forward(self._ids, execution="sparse", room=room, **self._given)
+
+    def _count(self) -> int:
+        """As soon as it is told; by the end of the pass it is."""
+        while self._told < 0 and not torch.cuda.current_stream(self._ids.device).query():
+            pass
+        assert self._told >= 0
+        return int(self._told)
 
 
 class PackedPasses(Wrapped):
@@ -108,6 +123,7 @@ class PackedPasses(Wrapped):
         super().__init__(original)
         self._compiled = (compiled,)  # in a tuple, so that it is not registered as a submodule
         self._passes: dict[tuple, PackedPass] = {}
+        self._stream: torch.cuda.Stream | None = None
         self._forget()
 
     @property
@@ -120,6 +136,9 @@ class PackedPasses(Wrapped):
             return self.unpacked(ids, execution=execution, **given)
         if self._weights != self._places():
             self._forget()
+        if ids.is_cuda and self._stream != (stream := torch.cuda.current_stream(ids.device)):
+            torch.cuda.synchronize(ids.device)  # a pass on another stream may be running yet, and share memory
+            self._stream = stream
         if not self._packs:  # its weights were moved to another device, or are of another type now
             return self.unpacked(ids, execution=execution, **given)
         found = self._pass(ids, given)(ids, **given)
@@ -150,7 +169,7 @@ class PackedPasses(Wrapped):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, whose weights are elsewhere."""
-        return {**self.__dict__, "_passes": {}}
+        return {**self.__dict__, "_passes": {}, "_stream": None}
 
 
 def by_itself(model: LanguageModel) -> LanguageModel:

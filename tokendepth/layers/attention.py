@@ -11,6 +11,7 @@ from tokendepth.layers.ffn import initialise_residual
 from tokendepth.layers.linear import Linear, weights_of
 from tokendepth.layers.norm import RMSNorm
 from tokendepth.layers.positions import rotated
+from tokendepth.ops import qkv_attention
 from tokendepth.ops.decode_inputs import CacheLayer, KeyWeights
 from tokendepth.ops.few_rows.eager import linear
 from tokendepth.ops.rows import ChosenRows
@@ -117,10 +118,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, ctx: "Context", keys: Keys | None = None, leaving: Tensor | None = None) -> Tensor:
         """Every row: `[batch, time, d] -> [batch, time, d]`; among `keys`, or those that these rows leave."""
         if keys is None:
+            qkv, packed = self.qkv(x), ctx.varlen
+            if packed is not None and ctx.cache is None and qkv_attention.takes(x, self.width, packed.longest):
+                return self.out(self._attended_at_once(qkv, ctx, packed))
             # One cut into three: each further one would copy in the gradient.
-            projected, k, v = self.qkv(x).split([self.q_out, self.kv_out // 2, self.kv_out // 2], dim=-1)
-            if ctx.varlen is not None:
-                return self.out(self._attended_varlen(projected, k, v, ctx, ctx.varlen))
+            projected, k, v = qkv.split([self.q_out, self.kv_out // 2, self.kv_out // 2], dim=-1)
+            if packed is not None:
+                return self.out(self._attended_varlen(projected, k, v, ctx, packed))
             q, own = self._query(projected, ctx.rotation), self._leave(k, v, ctx, leaving)
             return self.out(self._attended(q, own, ctx.columns if ctx.cache else None))
         return self.out(self._attended(self.queries(x, ctx.rotation), keys, ctx.columns))
@@ -146,6 +150,16 @@ class Attention(nn.Module):
             q, keys.k, keys.v, mask, dropout, is_causal=mask is None, enable_gqa=self.kv_heads != self.n_head
         )
         return y.transpose(1, 2).flatten(2)
+
+    def _attended_at_once(self, qkv: Tensor, ctx: "Context", rows: Varlen) -> Tensor:
+        """As `_attended_varlen`, by one kernel."""
+        from tokendepth.ops.qkv_attention.kernel import qkv_attention as run
+
+        norms = (None, None, 0.0)
+        if self.norm_q is not None and self.norm_k is not None:
+            norms = self.norm_q.weight, self.norm_k.weight, self.norm_q.eps
+        rotation = (None, None) if ctx.rotation is None else ctx.rotation
+        return run(qkv, self.n_head, self.kv_heads, rows.starts, rows.longest, *norms, *rotation)
 
     def _attended_varlen(self, q: Tensor, k: Tensor, v: Tensor, ctx: "Context", rows: Varlen) -> Tensor:
         """Of sequences whose rows follow one another, each part as projected: `[n, head x width]`."""
