@@ -224,7 +224,8 @@ def _rows_beside(found: Outcomes, made: list[Entry]) -> list[list[str]]:
 def inner_width(results: Path, *, quick: bool = False) -> str:
     words = (
         "The span by a rule on the text, with blocks of other widths: a linear map leads into the span, and another "
-        "one out of it, and its blocks keep their heads. The first has the maps alone, as a control."
+        "one out of it, and its blocks keep their heads. All have the rate that was searched for the span without "
+        "maps. Inner width 256, the maps alone, is the control."
     )
     found, made = spans.outcomes_of_widths(results, quick=quick)
     rows = _rows_beside(found, [entry for entry in made if entry.setting.method == spans.RULE])

@@ -9,7 +9,7 @@ from paper import spans
 from paper.depth import PASSES, Entry, outcomes
 from paper.grid import same_work
 from paper.outcomes import OUTSIDE, Outcomes, interpolate
-from paper.settings import Setting
+from paper.settings import SAME_FLOPS, Setting
 from tokendepth.config import from_dict
 from tokendepth.report.summary import DASH
 from tokendepth.runs.results import rows_so_far
@@ -62,9 +62,17 @@ def at_its_loss(found: Outcomes, entry: Entry, made: list[Entry], cost: Costs) -
     if mine is None or loss is None or not line:
         return None
     if loss.mean < line[0][0]:
-        return Ratio(mine / line[0][1], bound=True) if line[0][0] == min(heights.values()) else None
+        best = min(heights, key=heights.__getitem__)
+        tells = line[0][0] == heights[best] and _costs_more(found, best, entry.setting)
+        return Ratio(mine / line[0][1], bound=True) if tells else None
     reached = interpolate(line, loss.mean, beyond=0.0)
     return OUTSIDE if reached == OUTSIDE else Ratio(mine / float(reached))
+
+
+def _costs_more(found: Outcomes, dense: Setting, setting: Setting) -> bool:
+    """Else it would be no bound worth telling: that it loses less than a dense model of its FLOPs is told elsewhere."""
+    theirs, mine = (found.stat(one, "flops_per_token") for one in (dense, setting))
+    return theirs is not None and mine is not None and theirs.mean > (1 + SAME_FLOPS) * mine.mean
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def draw(made: Sequence[Gap], name: str, title: str) -> Drawing | None:
         axes.set_xlim(-WORST, WORST)
         axes.grid(axis="y", visible=False)
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set_xlabel("loss, relative to a dense model of the same executed FLOPs")
+        axes.set_xlabel("loss beside a dense model\nof the same executed FLOPs")
         axes.annotate("better", (0.01, 1.01), xycoords="axes fraction", color=ACTIVE, va="bottom")
         axes.annotate("dense", (0.5, 1.01), xycoords="axes fraction", color=INK, va="bottom", ha="center")
         axes.annotate("worse", (0.99, 1.01), xycoords="axes fraction", color=ALARM, va="bottom", ha="right")

@@ -78,6 +78,7 @@ SCALES = (
     Scale("width 512", width=512, layers=(*LAYERS, 12)),
     Scale("context 1,024", context=1024),
     TWICE,
+    Scale("width 512, 8,000 steps", width=512, steps=2 * LONG),
     BPE,
 )
 """The one most asked for first: a call that is cut short has it."""

@@ -262,6 +262,21 @@ def test_packed_rows_are_counted_both_ways(searched):
     assert not any(depth_page._by_full_rows(found, entry) for entry in made if entry is not mod)
 
 
+def test_a_seed_waits_for_the_dense_models_around_it_and_for_no_others(searched):
+    """All that is routed costs as much as seven layers."""
+    for missing, seeds in ((12, 3), (8, 2), (6, 2), (3, 3)):
+        rows = [row for row in long_rows(searched) if not _is_dense(row, missing) or row["config"]["train"]["seed"] < 2]
+        (searched / depth.ROWS).write_text(json.dumps(rows))
+        found, made = depth.outcomes(searched)
+        against = found.beside(next(entry.setting for entry in made if entry.setting.method == "mod"))
+        assert isinstance(against, tuple)
+        assert len(against[1].values) == seeds
+
+
+def _is_dense(row: Any, layers: int) -> bool:
+    return row["config"]["method"]["name"] == "dense" and row["config"]["model"]["n_layer"] == layers
+
+
 def test_losses_over_time_are_those_of_what_was_timed(searched):
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
     found, made = depth.outcomes(searched)
@@ -338,8 +353,14 @@ def test_what_a_loss_costs_is_compared_with_dense_models_of_that_loss(searched):
     assert (ratio.value, ratio.bound) == (pytest.approx(50 / (100 - 10 * loss.mean)), False)
     assert at_its_loss(found, mod, made, costs.get) is None, "not measured"
     fewer = [entry for entry in made if entry.config.model.n_layer < 8]  # all of these lose more than it
-    best = next(entry for entry in fewer if entry.config.model.n_layer == 6)
-    ratio = at_its_loss(found, mod, [mod, *fewer], {**costs, mod.setting: 50.0}.get)
+    known = {**costs, mod.setting: 50.0}.get
+    assert at_its_loss(found, mod, [mod, *fewer], known) is None, "the best of them costs no more than it: no bound"
+    for row in rows:
+        if row["config"]["method"]["name"] == "mod":
+            row["evaluation"]["sparse"]["loss"] = 1.0
+    (searched / depth.ROWS).write_text(json.dumps(rows))
+    best = next(entry for entry in made if entry.config.model.n_layer == 12)
+    ratio = at_its_loss(depth.outcomes(searched)[0], mod, made, known)
     assert isinstance(ratio, Ratio)
     assert (ratio.value, ratio.bound) == (pytest.approx(50 / costs[best.setting]), True)
     assert str(ratio).startswith("<")
@@ -348,7 +369,7 @@ def test_what_a_loss_costs_is_compared_with_dense_models_of_that_loss(searched):
 
 def test_targets_stay_in_the_table_reached_or_not(searched):
     """The rule loses 2.1 where dense models lose 2.3, thin ones 2.0 and other deciders 2.2."""
-    assert depth_targets.targets(searched).count("not run") == 6, "nothing ran"
+    assert depth_targets.targets(searched).count("not run") == 7, "nothing ran"
     rows = long_rows(searched)
     for row in rows:
         config, figures = from_dict(row["config"]), row["evaluation"]["sparse"]
@@ -363,9 +384,9 @@ def test_targets_stay_in_the_table_reached_or_not(searched):
     times[-1]["pass_ms"] = [7.2]  # dense models of its loss have nine layers
     (searched / depth.PASSES).write_text(json.dumps(times))
     lines = [line.split(" | ") for line in depth_targets.targets(searched).splitlines() if line.startswith("| ")]
-    better, wider, thin, learned, time, kept = ((found, reached[:-2]) for _, _, found, reached in lines[2:])
+    better, wider, longer, thin, learned, time, kept = ((found, reached[:-2]) for _, _, found, reached in lines[2:])
     assert better == (f"-8.66% ± 0.04% ({timed[-1].setting.title})", "yes")
-    assert wider[0] == "not run"
+    assert wider[0] == longer[0] == "not run"
     assert thin[0].startswith("+5.50% ± 0.50% (")
     assert (learned[1], time, kept[1]) == ("no", ("1.25x", "yes"), "yes")
 
@@ -374,15 +395,17 @@ def test_targets_stay_in_the_table_reached_or_not(searched):
 
 
 @pytest.mark.parametrize("scale", spans.SCALES, ids=lambda scale: scale.title)
-def test_a_scale_changes_one_thing_and_keeps_the_tokens_of_a_step(scale):
+def test_a_scale_changes_what_it_is_called_by_and_keeps_the_tokens_of_a_step(scale):
     config = MOD.config("0.125, 10 layers", 2e-3, LONG)
     grown = scale.of(config)
     assert grown.train.batch_size * grown.model.context == 64 * 256
     assert grown.train.lr == 2e-3 * 256 / scale.width
     assert (grown.model.n_layer, grown.method) == (config.model.n_layer, config.method)
     assert grown.model.width == config.model.width, "wider models have more heads"
-    changed = (grown.model.d_model != 256) + (grown.model.context != 256) + (grown.train.steps != LONG)
-    assert changed + (grown.data != config.data) == (scale is not spans.BASE)
+    if scale is not spans.BASE:
+        words = {"width": grown.model.d_model != 256, "context": grown.model.context != 256}
+        words |= {"steps": grown.train.steps != LONG, "BPE": grown.data != config.data}
+        assert {word for word, changed in words.items() if changed} == {word for word in words if word in scale.title}
 
 
 def test_of_bpe_a_span_has_the_share_of_the_rule(searched):
@@ -413,7 +436,7 @@ def test_scales_stay_apart_in_miniature():
 def test_dense_models_are_there_at_every_scale_and_doubling_is_told(searched):
     for scale in spans.SCALES:
         layers = [e.config.model.n_layer for e in spans.at_scale(searched, scale) if e.setting.method == "dense"]
-        assert layers == [6, 4, 8, *([12] if scale.width == 512 else [])]
+        assert layers == [6, 4, 8, *([12] if scale.title == "width 512" else [])]
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
     assert spans.gain_of_doubling(searched) is None, "not run"
     six = spans.at_scale(searched, spans.TWICE)[0]
