@@ -54,7 +54,10 @@ def drawn_decisions(results: Path) -> str:
 
 
 def at_its_loss(found: Outcomes, entry: Entry, made: list[Entry], cost: Costs) -> Ratio | Literal["outside"] | None:
-    """Its cost over that of dense models of its loss; None where one is not known, outside where all lose less."""
+    """Its cost over that of dense models of its loss; outside where all lose less.
+
+    None where one is not known, or where all lose more and the best of them costs no more.
+    """
     loss, mine = found.stat(entry.setting, "loss"), cost(entry.setting)
     dense = [one.setting for one in made if one.setting.method == "dense"]
     heights = {setting: height.mean for setting in dense if (height := found.stat(setting, "loss"))}

@@ -64,10 +64,11 @@ class Outcomes:
         return cls(comparison, configs, by_experiment([r for name in comparison.files for r in rows(name)]), costs)
 
     def _seeds(self, setting: Setting) -> dict[int, Row]:
-        """Those that dense models have, as soon as they have any; of a point of a curve, those that have it."""
+        """Those that all dense models have, as soon as they have any; of a point of a curve, those that have it."""
         ran = self.rows.get(_experiment(self.configs[setting]), {})
-        dense = {seed for one in self.of("dense") for seed in self.rows.get(_experiment(self.configs[one]), {})}
-        found = {seed: row for seed, row in ran.items() if not dense or seed in dense}
+        dense = [set(self.rows.get(_experiment(self.configs[one]), {})) for one in self.of("dense")]
+        shared = set.intersection(*dense)
+        found = {seed: row for seed, row in ran.items() if not shared or seed in shared}
         if setting.chosen_by_work:  # the point is chosen from the curve
             return {seed: row for seed, row in found.items() if row["evaluation"]["curve"]}
         return {seed: row for seed, row in found.items() if _point(row, setting.budget)}
@@ -177,23 +178,17 @@ class Outcomes:
         return Stat(values) if values else None
 
     def _pairs(self, setting: Setting, line_of: list[Setting], by: Cost) -> Iterator[tuple[float, float | str]]:
-        """Between the dense models around it that ran at all; a seed that one of those lacks has to wait."""
+        """Beside the line of the dense models that ran at all; seeds that one of those lacks have to wait."""
         by_seed: dict[int, list[tuple[float, float]]] = {}
+        line_of = [layers for layers in line_of if self.executed(layers)]
         for layers in line_of:
             for one in self.executed(layers):
                 if not math.isnan(cost := getattr(one, by)):
                     by_seed.setdefault(one.seed, []).append((cost, one.loss))
-        places = sorted({place for line in by_seed.values() for place, _ in line})
         for one in self.executed(setting):
-            line, x = sorted(by_seed.get(one.seed, [])), getattr(one, by)
-            if not math.isnan(x) and {place for place, _ in line} >= _around(places, x):
-                yield one.loss, interpolate(line, x)
-
-
-def _around(places: list[float], x: float) -> set[float]:
-    """The one or two of `places`, in their order, that a height at `x` is read off."""
-    right = bisect.bisect_left(places, x)
-    return set(places[max(right - 1, 0) : right + 1])
+            line = sorted(by_seed.get(one.seed, []))
+            if line and len(line) == len(line_of) and not math.isnan(getattr(one, by)):
+                yield one.loss, interpolate(line, getattr(one, by))
 
 
 def interpolate(line: list[tuple[float, float]], x: float, *, beyond: float = SAME_FLOPS) -> float | str:

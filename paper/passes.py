@@ -113,7 +113,7 @@ def _checked(entry: Entry, exact: LanguageModel, text: Tensor, drawn: Tensor | N
         return [Timed(entry, how, run) for how, run in _ways(model, text, "hard").items()]
     decisions = trace.work[routed] > 0.5
     hard, wanted = (one(text, execution="hard", decisions=decisions) for one in (model, exact))
-    obeyed = {} if drawn is None and _decides_untrained(entry) else model.forcing(decisions)  # text is no less exact
+    obeyed = {} if _decides_untrained(entry) else model.forcing(decisions)
     active, ways = wanted.trace.totals().active_fraction, _ways(model, text, "sparse", **obeyed)
     for run in ways.values():
         found = run()

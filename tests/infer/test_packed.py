@@ -1,6 +1,7 @@
 """Passes that pack a span into room for more rows than it needs, on a CPU: as the same pass without spare room."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -91,6 +92,16 @@ def test_the_device_tells_how_many_take_the_span(monkeypatch):
     pass_._told.fill_(-1)
     assert_same(pass_(ids), model(ids, execution="sparse"))
     assert len(waited) == 1
+
+
+@torch.no_grad()
+def test_a_pass_that_nobody_has_is_freed_at_once():
+    model = made("score")
+    pass_ = PackedPass(model, tokens(), model)
+    pass_()
+    left = weakref.ref(pass_)
+    del pass_
+    assert left() is None, "without the collector of cycles"
 
 
 def span_begin(model: LanguageModel) -> int:

@@ -262,21 +262,6 @@ def test_packed_rows_are_counted_both_ways(searched):
     assert not any(depth_page._by_full_rows(found, entry) for entry in made if entry is not mod)
 
 
-def test_a_seed_waits_for_the_dense_models_around_it_and_for_no_others(searched):
-    """All that is routed costs as much as seven layers."""
-    for missing, seeds in ((12, 3), (8, 2), (6, 2), (3, 3)):
-        rows = [row for row in long_rows(searched) if not _is_dense(row, missing) or row["config"]["train"]["seed"] < 2]
-        (searched / depth.ROWS).write_text(json.dumps(rows))
-        found, made = depth.outcomes(searched)
-        against = found.beside(next(entry.setting for entry in made if entry.setting.method == "mod"))
-        assert isinstance(against, tuple)
-        assert len(against[1].values) == seeds
-
-
-def _is_dense(row: Any, layers: int) -> bool:
-    return row["config"]["method"]["name"] == "dense" and row["config"]["model"]["n_layer"] == layers
-
-
 def test_losses_over_time_are_those_of_what_was_timed(searched):
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
     found, made = depth.outcomes(searched)

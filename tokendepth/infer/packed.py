@@ -6,6 +6,7 @@ that are too many are computed and read by nobody; a pass that had too little ro
 """
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -55,7 +56,6 @@ class PackedPass:
             self._ids, self._given = ids.clone(), {name: part.clone() for name, part in given.items()}
             # How many tokens take the span; -1 from the beginning of a pass until the device has told it.
             self._told = torch.zeros((), dtype=torch.long, pin_memory=ids.is_cuda)
-            """How many tokens take the span; -1 from the beginning of a pass until the device has told it."""
         self._step = TILE * math.ceil(ids.numel() / STEPS / TILE)
         self._needed: deque[int] = deque(maxlen=REMEMBERED)
         self._graphs: dict[int, Callable[[], object]] = {}
@@ -68,6 +68,11 @@ class PackedPass:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __call__(self, ids: Tensor | None = None, **given: Tensor) -> Output:
+        with torch.cuda.device_of(self._ids):  # graphs are captured on the current device
+            return self._repeated(ids, given)
+
+    def _repeated(self, ids: Tensor | None, given: dict[str, Tensor]) -> Output:
+        """Until there was room enough."""
         if ids is not None:
             self._ids.copy_(ids)
         for name, part in given.items():
@@ -83,7 +88,9 @@ class PackedPass:
                 return found
 
     def forget(self) -> None:
-        """Free the memory of its graphs, which refer to it and it to them."""
+        """Free the memory of its graphs; one of them may be running yet."""
+        if self._ids.is_cuda:
+            torch.cuda.synchronize(self._ids.device)
         self._graphs.clear()
         self._found.clear()
 
@@ -93,7 +100,8 @@ class PackedPass:
             if len(self._graphs) == GRAPHS:
                 oldest = next(iter(self._graphs))
                 del self._graphs[oldest], self._found[oldest]
-            graph = captured(lambda: self._run(room), self._ids.device, pool=self._pool)
+            this = weakref.proxy(self)  # a graph keeps what it calls: this one is free as soon as nobody has it
+            graph = captured(lambda: this._run(room), self._ids.device, pool=self._pool)
         self._graphs[room] = graph  # the last used stands last
         if self._told < 0:  # a pass before was interrupted, and may tell its number yet
             torch.cuda.synchronize(self._ids.device)
@@ -136,11 +144,11 @@ class PackedPasses(Wrapped):
             return self.unpacked(ids, execution=execution, **given)
         if self._weights != self._places():
             self._forget()
+        if not self._packs:  # its weights were moved to another device, or are of another type now
+            return self.unpacked(ids, execution=execution, **given)
         if ids.is_cuda and self._stream != (stream := torch.cuda.current_stream(ids.device)):
             torch.cuda.synchronize(ids.device)  # a pass on another stream may be running yet, and share memory
             self._stream = stream
-        if not self._packs:  # its weights were moved to another device, or are of another type now
-            return self.unpacked(ids, execution=execution, **given)
         found = self._pass(ids, given)(ids, **given)
         trace = replace(found.trace, work=found.trace.work.clone(), fewer_keys=found.trace.fewer_keys.clone())
         return Output(found.logits.clone(), trace, found.losses)  # the next pass overwrites what this one found

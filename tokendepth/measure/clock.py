@@ -34,7 +34,8 @@ def interleaved(
     """Milliseconds of every condition; each round runs all of them in turn, and the first rounds are not counted.
 
     With `graphs`, on a GPU, a short condition is called several times in a row and a time is their mean: calls that
-    `captured` returns need nothing from the host, so they do not overlap. `progress` advances every round.
+    `captured` returns need nothing from the host but their launch, so they do not overlap; a packed pass waits for the
+    device in its middle. `progress` advances every round.
     """
     several = graphs and device.type == "cuda"
     calls = dict.fromkeys(conditions, 1)

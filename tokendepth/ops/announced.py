@@ -23,7 +23,7 @@ def heard_by(listener: Callable[[Tensor], object]) -> Iterator[None]:
 
 
 def announced(numbers: Tensor) -> Tensor:
-    """A copy of `numbers`, for whose sake a compiler leaves the announcement where it stands."""
+    """A copy of `numbers`: since it is used, a compiler does not drop the announcement."""
     return torch.ops.tokendepth.announced(numbers) if compiles_inference() else _announced(numbers)
 
 

@@ -49,10 +49,10 @@ def _attention(
     NORM: tl.constexpr, TURN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAP)
-    sequence = tl.program_id(1) // HEADS
-    head = tl.program_id(1) % HEADS
+    sequence = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
     begin, end = tl.load(starts + sequence), tl.load(starts + sequence + 1)
-    first_row = begin + tl.program_id(0) * BLOCK_M
+    first_row = begin + tl.program_id(1) * BLOCK_M
     if first_row < end:
         WIDTH: tl.constexpr = 2 * HALF
         STRIDE: tl.constexpr = (HEADS + 2 * KV_HEADS) * WIDTH
@@ -115,7 +115,7 @@ def qkv_attention(
     given = [qkv if part is None else part.contiguous() for part in (scale_q, scale_k, cos, sin)]
     if len(qkv):
         with torch.cuda.device_of(qkv):
-            _attention[(triton.cdiv(longest, TILES["BLOCK_M"]), (len(starts) - 1) * heads)](
+            _attention[((len(starts) - 1) * heads, triton.cdiv(longest, TILES["BLOCK_M"]))](
                 qkv, *given, starts, out, 1.4426950408889634 * width**-0.5, eps,
                 HEADS=heads, KV_HEADS=kv_heads, HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2),
                 BLOCK_W=triton.next_power_of_2(width), NORM=scale_q is not None, TURN=cos is not None,
