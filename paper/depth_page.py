@@ -1,5 +1,6 @@
 """docs/WHERE_DEPTH_PAYS.md, made from results/: how all were tuned, then test losses in two tables and a figure."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ def document(results: Path, figures: dict[str, str], *, quick: bool = False) -> 
         f"### Who is tuned, and by what\n\n{knobs()}",
         f"### What was chosen\n\n{choices(Search.read(results, quick=quick))}",
         f"### Whether short runs tell\n\n{short_and_long(order(results, quick=quick))}",
+        between_contenders(found, made, Search.read(results, quick=quick)),
         f"## At equal executed FLOPs\n\n{figures.get('gaps', '')}\n{executed(found, made)}",
         verdicts(found) if made else "",
         figures.get("", ""),
@@ -138,6 +140,27 @@ def short_and_long(found: list[Order]) -> str:
         rows.append([one.contender.title, one.first, one.second, f"{one.short:+.2%}", long, kept])
     titles = ["", "first", "second", f"{SHORT:,} steps", f"{LONG:,} steps", "order kept"]
     return f"{wrapped(words)}\n\n{table(titles, rows, words=3)}"
+
+
+def between_contenders(found: Outcomes, made: list[Entry], search: Search) -> str:
+    """Whether those who lead after a short run lead after a long one."""
+    ran = {one.name: choice for one in contenders.CONTENDERS if one is not DENSE and (choice := search.choice(one))}
+    rows: list[tuple[float, float, str]] = []
+    for entry in made:
+        choice, against = ran.get(entry.setting.method), found.beside(entry.setting)
+        if choice is not None and isinstance(against, tuple):
+            rows.append((choice.difference, against[1].mean, choice.contender.title))
+    if len(rows) < 2:
+        return ""
+    pairs = list(itertools.combinations(sorted(rows), 2))
+    kept = sum(first[1] < second[1] for first, second in pairs)
+    words = (
+        f"What was chosen of each contender, beside dense models of its executed FLOPs: after {SHORT:,} steps on "
+        f"validation text, and after {LONG:,} on test text, there in the mean over seeds. Of {len(pairs)} pairs of "
+        f"contenders {kept} keep their order."
+    )
+    lines = [[title, f"{short:+.2%}", f"{long:+.2%}"] for short, long, title in sorted(rows)]
+    return f"{wrapped(words)}\n\n{table(['', f'{SHORT:,} steps', f'{LONG:,} steps'], lines)}"
 
 
 def executed(found: Outcomes, made: list[Entry]) -> str:

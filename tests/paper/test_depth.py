@@ -17,7 +17,7 @@ from paper.evidence import BITS
 from paper.grid import Deadline, Progress
 from paper.pages import render
 from paper.schematic import SCHEMATICS
-from paper.search import ROWS, Search, runs
+from paper.search import ROWS, Search, Tried, runs
 from tests.tiny import hashes
 from tokendepth.cli.main import main
 from tokendepth.config import DataConfig, DenseConfig, RunConfig, SpanConfig, from_dict, to_dict
@@ -509,6 +509,25 @@ def test_the_order_of_short_runs_is_checked_by_long_ones(searched):
     (mod,) = (one for one in depth.order(searched) if one.contender is MOD)
     assert mod.long == pytest.approx(-0.01)
     assert depth_page.short_and_long([mod]).rstrip().endswith("| no |")
+
+
+def test_contenders_are_ordered_after_short_and_after_long_runs(searched, monkeypatch):
+    """Experts lead in the search, then Mixture-of-Depths, then recursions; at full length the last is the best."""
+    short, long = {"switch": -0.1, "mod": 0.1, "mor": 0.2}, {"mor": 1.2}
+    monkeypatch.setattr(Tried, "difference", property(lambda tried: short.get(tried.contender.name, 0.0)))
+    search, rows = Search.read(searched), long_rows(searched)
+    assert depth_page.between_contenders(*depth.outcomes(searched), search) == "", "nothing ran"
+    for row in rows:
+        row["evaluation"]["sparse"]["loss"] = long.get(row["config"]["method"]["name"], 2.2)
+    (searched / depth.ROWS).write_text(json.dumps(rows))
+    found, made = depth.outcomes(searched)
+    three = [entry for entry in made if entry.setting.method in short]
+    text = depth_page.between_contenders(found, three, search)
+    assert "Of 3 pairs of contenders 0 keep their order" in text.replace("\n", " "), "two are level"
+    first, second, third = (line.split(" | ")[1:] for line in text.splitlines()[-3:])
+    assert (first[0], second[0], third[0]) == ("-10.00%", "+10.00%", "+20.00%")
+    assert first[1] == second[1]
+    assert float(third[1].removesuffix("% |")) < -40
 
 
 def test_what_was_not_run_has_no_number(tmp_path):
