@@ -195,11 +195,8 @@ def spans(
 
 
 def _is_urgent(entry: Entry) -> bool:
-    """The dense models that all are judged by, and the rule, but for the control of inner widths."""
-    model, method = entry.config.model, entry.config.method
-    if entry.setting.method == "dense":
-        return model.n_layer in LAYERS
-    return entry.setting.method == RULE and getattr(method, "width", None) != model.d_model
+    """The dense models that all are judged by, and the rule."""
+    return entry.setting.method == RULE or (entry.setting.method == "dense" and entry.config.model.n_layer in LAYERS)
 
 
 def outcomes_at(results: Path, scale: Scale, *, quick: bool = False) -> tuple[Outcomes, list[Entry]]:
