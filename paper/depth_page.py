@@ -48,15 +48,15 @@ NOTES = """\
 
 def document(results: Path, figures: dict[str, str], *, quick: bool = False) -> str:
     """The whole page; `figures` are Markdown by the name of what losses are drawn over."""
-    found, made = outcomes(results, quick=quick)
+    (found, made), searched = outcomes(results, quick=quick), Search.read(results, quick=quick)
     parts = [
         HEAD,
         f"## What was wanted, and what came out\n\n{targets(results, quick=quick)}",
         f"## The rule of tuning\n\n{rule()}",
         f"### Who is tuned, and by what\n\n{knobs()}",
-        f"### What was chosen\n\n{choices(Search.read(results, quick=quick))}",
+        f"### What was chosen\n\n{choices(searched)}",
         f"### Whether short runs tell\n\n{short_and_long(order(results, quick=quick))}",
-        between_contenders(found, made, Search.read(results, quick=quick)),
+        between_contenders(found, made, searched),
         f"## At equal executed FLOPs\n\n{figures.get('gaps', '')}\n{executed(found, made)}",
         verdicts(found) if made else "",
         figures.get("", ""),
