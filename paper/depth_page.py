@@ -248,10 +248,11 @@ def inner_width(results: Path, *, quick: bool = False) -> str:
     words = (
         "The span by a rule on the text, with blocks of other widths: a linear map leads into the span, and another "
         "one out of it, and its blocks keep their heads. All have the rate that was searched for the span without "
-        "maps. Inner width 256, the maps alone, is the control."
+        "maps. Two controls tell what the maps do by themselves: inner width 256, and a dense model with the same "
+        "maps around two of its layers."
     )
     found, made = spans.outcomes_of_widths(results, quick=quick)
-    rows = _rows_beside(found, [entry for entry in made if entry.setting.method == spans.RULE])
+    rows = _rows_beside(found, [entry for entry in made if entry.setting.method in (spans.RULE, spans.MAPPED)])
     return f"{wrapped(words)}\n\n{table(BESIDE, rows)}"
 
 
@@ -261,7 +262,7 @@ def grows(results: Path, *, quick: bool = False) -> str:
         found, made = spans.outcomes_at(results, scale, quick=quick)
         rows += [[scale.title, *row] for row in _rows_beside(found, made)]
     titles = ["scale", *BESIDE]
-    gain = spans.gain_of_doubling(results, quick=quick)
+    gains = spans.gains_of_doubling(results, quick=quick)
     words = (
         "Span routing by a rule and by those learned deciders that did best in the search and at full length, on "
         "validation text, and the best method that decides block by block, beside those dense models of each scale "
@@ -272,8 +273,9 @@ def grows(results: Path, *, quick: bool = False) -> str:
         "all of it twice), and its output head, which is in the FLOPs, costs a little more than a layer: across scales "
         "only differences compare. What is still to be trained is left out."
     )
-    if gain is not None:
-        words += f" Twice the steps change the loss of the dense model with six layers by {gain:+.2%}."
+    if gains:
+        told = ", ".join(f"{gain:+.2%} from {steps:,} to {2 * steps:,}" for steps, gain in gains.items())
+        words += f" What twice the steps change in the loss of the dense model with six layers: {told}."
     return f"{wrapped(words)}\n\n{table(titles, rows, words=2)}"
 
 

@@ -15,7 +15,12 @@ from paper.outcomes import OUTSIDE
 from paper.settings import Setting
 from tokendepth.report.summary import DASH, Stat
 
-BETTER = {spans.BASE.title: 0.01, "width 512": 0.02, "width 512, 8,000 steps": 0.02}
+BETTER = {
+    spans.BASE.title: 0.01,
+    spans.LONGEST.title: 0.01,
+    "width 512": 0.02,
+    "width 512, 8,000 steps": 0.02,
+}
 """By how much the best routed model was to beat dense models of its executed FLOPs, by scale."""
 FASTER, KEPT = 1.15, 0.6
 """Than dense models of its loss; and the share of their keys and values."""

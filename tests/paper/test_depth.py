@@ -22,6 +22,7 @@ from tests.tiny import hashes
 from tokendepth.cli.main import main
 from tokendepth.config import DataConfig, DenseConfig, RunConfig, SpanConfig, from_dict, to_dict
 from tokendepth.errors import UserError
+from tokendepth.method_configs import method_name
 from tokendepth.methods import build, outline
 from tokendepth.recipes import recipe
 from tokendepth.report.figures import Drawing
@@ -354,7 +355,7 @@ def test_what_a_loss_costs_is_compared_with_dense_models_of_that_loss(searched):
 
 def test_targets_stay_in_the_table_reached_or_not(searched):
     """The rule loses 2.1 where dense models lose 2.3, thin ones 2.0 and other deciders 2.2."""
-    assert depth_targets.targets(searched).count("not run") == 7, "nothing ran"
+    assert depth_targets.targets(searched).count("not run") == 8, "nothing ran"
     rows = long_rows(searched)
     for row in rows:
         config, figures = from_dict(row["config"]), row["evaluation"]["sparse"]
@@ -369,9 +370,9 @@ def test_targets_stay_in_the_table_reached_or_not(searched):
     times[-1]["pass_ms"] = [7.2]  # dense models of its loss have nine layers
     (searched / depth.PASSES).write_text(json.dumps(times))
     lines = [line.split(" | ") for line in depth_targets.targets(searched).splitlines() if line.startswith("| ")]
-    better, wider, longer, thin, learned, time, kept = ((found, reached[:-2]) for _, _, found, reached in lines[2:])
+    better, *scaled, thin, learned, time, kept = ((found, reached[:-2]) for _, _, found, reached in lines[2:])
     assert better == (f"-8.66% ± 0.04% ({timed[-1].setting.title})", "yes")
-    assert wider[0] == longer[0] == "not run"
+    assert [found for found, _ in scaled] == ["not run"] * 3
     assert thin[0].startswith("+5.50% ± 0.50% (")
     assert (learned[1], time, kept[1]) == ("no", ("1.25x", "yes"), "yes")
 
@@ -421,13 +422,30 @@ def test_scales_stay_apart_in_miniature():
 def test_dense_models_are_there_at_every_scale_and_doubling_is_told(searched):
     for scale in spans.SCALES:
         layers = [e.config.model.n_layer for e in spans.at_scale(searched, scale) if e.setting.method == "dense"]
-        assert layers == [6, 4, 8, *([12] if scale.title == "width 512" else [])]
+        assert layers == ([6] if scale.among else [6, 4, 8, *([12] if scale.title == "width 512" else [])])
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
-    assert spans.gain_of_doubling(searched) is None, "not run"
-    six = spans.at_scale(searched, spans.TWICE)[0]
-    (searched / spans.ROWS).write_text(json.dumps([made_up(six.config, 2.376, SIX)]))
-    assert spans.gain_of_doubling(searched) == pytest.approx(-0.01, abs=0.005)
-    assert "with six layers by -1." in depth_page.grows(searched).replace("\n", " ")
+    assert spans.gains_of_doubling(searched) == {}, "not run"
+    six = {scale.steps: spans.at_scale(searched, scale)[0].config for scale in spans.SCALES if scale.width == 256}
+    losses = {8_000: 2.376, 32_000: 2.0, 64_000: 1.99}
+    rows = [made_up(six[steps], loss, SIX) for steps, loss in losses.items()]
+    other_seed = replace(six[32_000], train=replace(six[32_000].train, seed=1))
+    (searched / spans.ROWS).write_text(json.dumps([*rows, made_up(other_seed, 3.0, SIX)]))
+    gains = spans.gains_of_doubling(searched)
+    assert gains == {4_000: pytest.approx(-0.01), 32_000: pytest.approx(-0.005)}, "16,000 has not run; of shared seeds"
+    words = "with six layers: -1.00% from 4,000 to 8,000, -0.50% from 32,000 to 64,000."
+    assert words in depth_page.grows(searched).replace("\n", " ")
+
+
+def test_the_longest_trainings_are_of_few_models(searched, monkeypatch):
+    asked: dict[str, RunConfig] = {}
+    monkeypatch.setattr("paper.grid.fill", lambda configs, *_, **__: asked.update(configs) or Progress())
+    monkeypatch.setattr("tokendepth.data.load", lambda _: None)
+    spans.spans(results=searched, show=False)
+    long = [(c.train.steps, method_name(c.method), c.train.seed) for c in asked.values() if c.train.steps > 2 * LONG]
+    assert sorted(long) == [
+        *((32_000, name, seed) for name in ("dense", "span") for seed in range(3)),
+        (64_000, "dense", 0),
+    ]
 
 
 def test_of_learned_deciders_those_are_scaled_that_did_best_short_and_long_on_validation(searched):
@@ -448,8 +466,12 @@ def test_of_learned_deciders_those_are_scaled_that_did_best_short_and_long_on_va
 
 def test_the_span_of_a_rule_is_tried_with_blocks_of_other_widths(searched):
     made = spans.of_widths(searched)
-    assert [(e.config.model.d_model, vars(e.config.method)["width"]) for e in made] == [(256, w) for w in spans.WIDTHS]
-    assert len({e.config.method.decide for e in made if isinstance(e.config.method, SpanConfig)}) == 1
+    *spanned, dense = ((e.config, vars(e.config.method)) for e in made)
+    assert [(config.model.d_model, method["width"]) for config, method in spanned] == [(256, w) for w in spans.WIDTHS]
+    assert {method["decide"] for _, method in spanned} == {"rule"}
+    model = outline(replace(dense[0], model=replace(dense[0].model, vocab_size=256)))
+    assert [site.routed for site in model.method.sites(256)] == [False, False, True, True, False, False]
+    assert (dense[1]["width"], dense[1]["budget"]) == (256, 1.0), "the maps, and nothing skipped"
     rows = long_rows(searched)
     (searched / depth.ROWS).write_text(json.dumps(rows))
     assert "inner width" not in depth_page.inner_width(searched).split("\n\n")[1]
@@ -646,7 +668,7 @@ def test_some_scales_and_contenders_can_be_trained_before_others(searched, monke
     assert len(asked) == 2 * (len(spans.LAYERS) + 1)
     asked.clear()
     spans.spans(seeds=1, scale=spans.INNER_WIDTH, results=searched, show=False)
-    assert [vars(config.method)["width"] for config in asked.values()] == [256, 384, 512], "the control first"
+    assert [vars(config.method)["width"] for config in asked.values()] == [256, 384, 512, 256], "the control first"
     asked.clear()
     spans.spans(seeds=2, results=searched, show=False)
     rules = [n for n, name in enumerate(asked) if "by_a_rule" in name]
