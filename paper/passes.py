@@ -1,18 +1,23 @@
 """The time of a forward pass of what `depth` trained: what a loss costs to run, beside dense models of that loss.
 
-On validation text. Dense models need no weights for it, nor does a rule; all others decide by the routers in the run
-folder of their first seed, or, where that is gone, take decisions drawn at random with the share that their row has for
-each block: a pass takes as long whichever tokens they are. Skipping is checked against masking before it is timed; all
-take turns, so that drift hits all alike. On a GPU a pass is one CUDA graph.
+On validation text, which changes from pass to pass, as does the number of tokens that take a span. Dense models need no
+weights for it, nor does a rule; all others decide by the routers in the run folder of their first seed, or, where that is gone,
+take decisions drawn at random with the share that their row has for each block: a pass takes as long whichever tokens
+they are. Skipping is checked against masking on every text before it is timed; all take turns, so that drift hits all
+alike. On a GPU a pass is one CUDA graph, or two where a span is packed; its text is copied to where that reads it.
 
     from paper.passes import passes
     passes(only=("budget", "mod"))          # nothing else may run on the device meanwhile
 """
 
 import copy
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +45,11 @@ from tokendepth.runs.run import Run
 
 BATCHES = (1, 8, 64)
 REPEATS = {"cuda": 50, "cpu": 15}
-Condition = Callable[[], Output]
+TEXTS = 8
+"""Batches of text, one after the other; each pass takes the next."""
+Given = dict[str, Tensor]
+"""What a pass is called with: its text, and decisions to be obeyed."""
+Pass = Callable[..., Output]
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,9 @@ class Timed:
 
     entry: Entry
     how: str
-    run: Condition
+    run: Pass
+    given: list[Given]
+    """For each text."""
     active_fraction: float = 1.0
     decided: str = "own"
     """Or DRAWN: at random."""
@@ -86,14 +97,14 @@ def passes(
     with Progress("passes", len(batches), unit="batch sizes", show=show) as progress:
         for batch in batches:
             torch.compiler.reset()  # else code compiled for an earlier shape is made general, and slower
-            text, _ = next(iter(dataset.windows("val", context, batch)))
-            ids = torch.from_numpy(text).to(where)
+            windows = itertools.islice(dataset.windows("val", context, batch), TEXTS)
+            texts = [torch.from_numpy(text).to(where) for text, _ in windows if len(text) == batch]
             ways: list[Timed] = []
             for entry in [*routed, *dense]:
                 trained = None if _decides_untrained(entry) else _trained(entry, scale, folder)
                 model = trained or _untrained(entry, spellings)
-                drawn = None if trained or _decides_untrained(entry) else _drawn(model, entry, ran, ids)
-                ways += _checked(entry, model, ids, drawn)
+                drawn = None if trained or _decides_untrained(entry) else _drawn(model, entry, ran, texts[0])
+                ways += _checked(entry, model, texts, drawn)
             rows = _timed(ways, batch, where)
             add_rows(results / PASSES, rows, identity=("config", "batch", "device"))
             progress.advance()
@@ -101,25 +112,26 @@ def passes(
 
 
 @torch.no_grad()
-def _checked(entry: Entry, exact: LanguageModel, text: Tensor, drawn: Tensor | None) -> list[Timed]:
-    """The ways to run an entry's model on `text`; one whose decisions are not `drawn` decides in float32.
+def _checked(entry: Entry, exact: LanguageModel, texts: list[Tensor], drawn: Tensor | None) -> list[Timed]:
+    """The ways to run an entry's model on `texts`; one whose decisions are not `drawn` decides in float32.
 
     All obey that, but for a rule on the text, which decides the same in any precision.
     """
-    exact = exact.to(text.device)
-    trace = exact(text, execution="hard", decisions=drawn).trace
-    routed, model = [site.routed for site in trace.sites], as_served(copy.deepcopy(exact))
-    if not any(routed):
-        return [Timed(entry, how, run) for how, run in _ways(model, text, "hard").items()]
-    decisions = trace.work[routed] > 0.5
-    hard, wanted = (one(text, execution="hard", decisions=decisions) for one in (model, exact))
-    obeyed = {} if _decides_untrained(entry) else model.forcing(decisions)
-    active, ways = wanted.trace.totals().active_fraction, _ways(model, text, "sparse", **obeyed)
-    for run in ways.values():
-        found = run()
-        same = bool((found.trace.work == wanted.trace.work).all())
-        check_equal(found.logits, hard.logits, wanted.logits, same_decisions=same)
-    return [Timed(entry, how, run, active, "own" if drawn is None else DRAWN) for how, run in ways.items()]
+    exact = exact.to(texts[0].device)
+    model, given, fractions = as_served(copy.deepcopy(exact)), list[Given](), list[float]()
+    routed = [site.routed for site in exact.method.sites(keys=1)]
+    ways = _ways(model, "sparse" if any(routed) else "hard")
+    for text in texts if any(routed) else ():
+        decisions = exact(text, execution="hard", decisions=drawn).trace.work[routed] > 0.5
+        hard, wanted = (one(text, execution="hard", decisions=decisions) for one in (model, exact))
+        given.append({"ids": text} | ({} if _decides_untrained(entry) else model.forcing(decisions)))
+        fractions.append(wanted.trace.totals().active_fraction)
+        for run in ways.values():
+            found = run(**given[-1])
+            same = bool((found.trace.work == wanted.trace.work).all())
+            check_equal(found.logits, hard.logits, wanted.logits, same_decisions=same)
+    decided, active = "own" if drawn is None else DRAWN, mean(fractions or [1.0])
+    return [Timed(entry, how, run, given or [{"ids": t} for t in texts], active, decided) for how, run in ways.items()]
 
 
 def _trained(entry: Entry, scale: Scale, out: Path) -> LanguageModel | None:
@@ -154,15 +166,31 @@ def _drawn(model: LanguageModel, entry: Entry, ran: Outcomes, ids: Tensor) -> Te
     return torch.stack(routed).to(ids.device)
 
 
-def _ways(model: LanguageModel, ids: Tensor, execution: str, **forced: Tensor) -> dict[str, Condition]:
+def _ways(model: LanguageModel, execution: str) -> dict[str, Pass]:
     fast = compiled(model)
-    ways: dict[str, Condition] = {"eager": lambda: model(ids, execution=execution, **forced)}
+    ways: dict[str, Pass] = {"eager": functools.partial(model, execution=execution)}
     if execution == "sparse" and isinstance(fast, PackedPasses):
-        ways["packed"] = lambda: fast(ids, execution=execution, **forced)
-        ways["compiled"] = lambda: fast.unpacked(ids, execution=execution, **forced)
+        ways["packed"] = functools.partial(fast, execution=execution)
+        ways["compiled"] = functools.partial(fast.unpacked, execution=execution)
     else:
-        ways["compiled"] = lambda: fast(ids, execution=execution, **forced)
+        ways["compiled"] = functools.partial(fast, execution=execution)
     return ways
+
+
+def _one_after_the_other(way: Timed, device: torch.device, pool: Any) -> Callable[[], object]:
+    """A pass over the next text with every call."""
+    texts = itertools.cycle(way.given)
+    if way.how == "packed" or device.type != "cuda":
+        return lambda: way.run(**next(texts))
+    held = {name: part.clone() for name, part in way.given[0].items()}
+    graph = captured(lambda: way.run(**held), device, pool=pool)
+
+    def replayed() -> None:
+        for name, part in next(texts).items():
+            held[name].copy_(part)
+        graph()
+
+    return replayed
 
 
 @torch.no_grad()
@@ -170,14 +198,14 @@ def _timed(ways: list[Timed], batch: int, device: torch.device) -> list[Row]:
     """Of each entry the way that takes the least time."""
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     with Progress(f"batch {batch}: compiling", len(ways), unit="ways") as progress:
-        captures = {}
+        passes = {}
         for number, way in enumerate(ways):
-            captures[number] = way.run if way.how == "packed" else captured(way.run, device, pool=pool)
-            captures[number]()
+            passes[number] = _one_after_the_other(way, device, pool)
+            passes[number]()
             progress.advance()
     repeats = REPEATS[device.type]
     with Progress(f"batch {batch}: timing", WARM_UP + repeats, unit="rounds") as progress:
-        spent = interleaved(captures, repeats, device, graphs=True, progress=progress)
+        spent = interleaved(passes, repeats, device, graphs=True, progress=progress)
     rows: dict[str, Row] = {}
     for number, way in enumerate(ways):
         title, times = way.entry.setting.title, quartiles(spent[number])

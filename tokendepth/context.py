@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokendepth.cache import KVCache
-from tokendepth.ops.announced import announced
 from tokendepth.ops.block_inputs import BlockInputs
 from tokendepth.ops.decide import Decision, list_active
 from tokendepth.ops.rows import ChosenRows, Listed, take
@@ -45,6 +44,8 @@ class Context:
     """`[batch, time, vocabulary]` logits of the model that this one is to be like, while training with a teacher."""
     room: int = 0
     """How many rows to make of tokens that are packed, where that must be known beforehand; 0: as many as there are."""
+    decided: tuple[Tensor, Tensor] | None = None
+    """States and scores of the tokens at a span, where `Method.until_decided` found them before this pass."""
     readout: Callable[[Tensor], Tensor] | None = None
     """Hidden states to logits: final norm and head."""
     layer: int | None = None
@@ -119,8 +120,8 @@ class Context:
         spare: there may be more places than active tokens; the rest make a sequence of their own, which nobody reads.
         """
         starts, time = F.pad(active.sum(1).cumsum(0), (1, 0)), active.shape[1]
-        if spare:  # where places are too few, which the host is told, sequences end at the last of them
-            starts = F.pad(announced(starts).clamp(max=len(places)), (0, 1), value=len(places))
+        if spare:
+            starts = F.pad(starts, (0, 1), value=len(places))
             lengths = starts.diff()
         varlen = Varlen(starts.int(), lengths, places // time, take(columns, places), time)
         rotation = self.rotation

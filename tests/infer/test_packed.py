@@ -21,11 +21,16 @@ CASES = {
     "dice": {"budget": 0.4, "decide": "dice", "carry": "none"},
     "smooth": {"decide": "boundary", "carry": "smooth"},
     "own width": {"budget": 0.4, "width": 48},
+    "rule": {"decide": "rule"},
+    "bypass": {"budget": 0.4, "carry": "none", "bypass": True},
+    "at once": {"begin": 0, "length": 2},
 }
 
 
 def made(case: str) -> LanguageModel:
-    return span(MODERN, **CASES[case]).eval()
+    model = span(MODERN, **CASES[case]).eval()
+    model.method.read_vocabulary([b"a" if n % 3 else b" " for n in range(MODERN.vocab_size)])
+    return model
 
 
 def assert_same(found: Output, expected: Output) -> None:
@@ -42,7 +47,7 @@ def test_spare_room_changes_nothing(case, steps, tile, monkeypatch):
     monkeypatch.setattr(packed, "STEPS", steps)
     monkeypatch.setattr(packed, "TILE", tile)
     model = made(case)
-    pass_ = PackedPass(model, tokens(), model)
+    pass_ = PackedPass(model, tokens())
     for seed in (0, 1):
         ids = tokens(seed=seed)
         expected = model(ids, execution="sparse")
@@ -55,35 +60,43 @@ def test_spare_room_changes_nothing(case, steps, tile, monkeypatch):
 def test_whoever_is_told_to_take_the_span_takes_it(decided):
     model, ids = made("score"), tokens()
     forced: dict[str, Tensor] = model.forcing(given(decided(ids).bool()))
-    assert_same(PackedPass(model, ids, model, **forced)(), model(ids, execution="sparse", **forced))
+    assert_same(PackedPass(model, ids, **forced)(), model(ids, execution="sparse", **forced))
 
 
+@pytest.mark.parametrize("case", ["score", "rule"])
 @torch.no_grad()
-def test_a_pass_with_too_little_room_is_repeated_and_room_is_given_up_in_time(monkeypatch):
+def test_a_pass_has_room_for_as_many_as_take_the_span_and_runs_each_block_once(case, monkeypatch):
     monkeypatch.setattr(packed, "TILE", 1)
-    model, made_room, ids = made("score"), [], tokens()
+    model, made_room, ids = made(case), [], tokens()
     few, many = (model.forcing(given(torch.arange(ids.numel()).view_as(ids) % n == 0)) for n in (8, 2))
     forward = lambda *args, **how: made_room.append(how["room"]) or model(*args, **how)  # noqa: E731
-    pass_ = PackedPass(model, ids, forward, **few)
-
-    def rooms(told: dict[str, Tensor]) -> list[int]:
-        made_room.clear()
-        assert_same(pass_(**told), model(ids, execution="sparse", **told))
-        return made_room.copy()
-
-    (small,) = rooms(few)
-    assert [len(rooms(told)) for told in (many, many, few)] == [2, 1, 1]
-    assert made_room[0] >= ids.numel() // 2 > small, "as much as a pass before needed"
-    for _ in range(packed.REMEMBERED):
-        rooms(few)
-    assert rooms(few) == [small]
+    pass_ = PackedPass(model, ids, forward=forward, **few)
+    ran = [block.register_forward_hook(lambda *_, n=n: order.append(n)) for n, block in enumerate(model.method.blocks)]
+    for told, taking in ((few, 8), (many, 2), (few, 8)):
+        order: list[int] = []
+        found = pass_(**told)
+        assert order == list(range(len(ran)))
+        assert made_room[-1] == pass_.room_for(ids.numel() // taking)
+        assert_same(found, model(ids, execution="sparse", **told))
+    assert len(made_room) == 3
 
 
 @torch.no_grad()
-def test_the_device_tells_how_many_take_the_span(monkeypatch):
+def test_what_the_text_decides_is_told_before_the_first_block_runs():
+    model, ids = made("rule"), tokens()
+    pass_ = PackedPass(model, ids)
+    told = []
+    model.method.blocks[0].register_forward_hook(lambda *_: told.append(int(pass_._told)))
+    found = pass_()
+    assert told == [found.trace.work[span_begin(model)].sum()]
+
+
+@pytest.mark.parametrize("case", ["score", "rule"])
+@torch.no_grad()
+def test_the_device_tells_how_many_take_the_span(case, monkeypatch):
     """And a pass that was interrupted before it told its number is waited for: it might tell it in the next one's."""
-    model, ids, waited = made("score"), tokens(), []
-    pass_ = PackedPass(model, ids, model)
+    model, ids, waited = made(case), tokens(), []
+    pass_ = PackedPass(model, ids)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     for seed in range(3):
         found = pass_(tokens(seed=seed))
@@ -97,7 +110,7 @@ def test_the_device_tells_how_many_take_the_span(monkeypatch):
 @torch.no_grad()
 def test_a_pass_that_nobody_has_is_freed_at_once():
     model = made("score")
-    pass_ = PackedPass(model, tokens(), model)
+    pass_ = PackedPass(model, tokens())
     pass_()
     left = weakref.ref(pass_)
     del pass_
@@ -110,10 +123,9 @@ def span_begin(model: LanguageModel) -> int:
 
 def test_no_more_graphs_are_kept_than_a_few(monkeypatch):
     monkeypatch.setattr(packed, "TILE", 1)
-    monkeypatch.setattr(packed, "REMEMBERED", 1)
     model, ids = made("score"), tokens()
     told = [model.forcing(given(torch.arange(ids.numel()).view_as(ids) % n == 0)) for n in range(1, 9)]
-    pass_ = PackedPass(model, ids, model, **told[0])
+    pass_ = PackedPass(model, ids, **told[0])
     for one in told:
         assert_same(pass_(**one), model(ids, execution="sparse", **one))
         assert len(pass_._graphs) <= packed.GRAPHS
@@ -188,7 +200,7 @@ def test_only_sparse_passes_over_whole_sequences_are_packed(monkeypatch):
     assert fast(ids, execution="sparse").logits.requires_grad
 
 
-def test_passes_that_are_timed_in_turns_guess_for_themselves():
+def test_passes_that_are_timed_in_turns_have_graphs_of_their_own():
     model = made("score")
     fast = PackedPasses(model, model)
     other = by_itself(fast)  # pyright: ignore[reportArgumentType]
@@ -207,9 +219,10 @@ def test_a_compiler_tells_packed_passes_from_others():
     torch.compiler.reset()
     fast = torch.compile(model, dynamic=False, backend="eager")
     counters.clear()
-    expected, pass_ = model(ids, execution="sparse"), PackedPass(model, ids, fast)
+    first = torch.compile(LanguageModel.until_decided, dynamic=False, backend="eager")
+    expected, pass_ = model(ids, execution="sparse"), PackedPass(model, ids, first, fast)
     assert_same(pass_(), expected)
-    assert counters["stats"]["unique_graphs"] == 1, "as a whole"
+    assert counters["stats"]["unique_graphs"] == 2, "both parts as a whole"
     for _ in range(2):
         assert_same(fast(ids, execution="sparse"), expected)
         assert_same(pass_(), expected)
@@ -222,7 +235,7 @@ def test_a_compiler_tells_packed_passes_from_others():
 
 def test_room_grows_in_steps():
     model = made("score")
-    large, small = (PackedPass(model, torch.zeros(batch, 256, dtype=torch.long), model) for batch in (64, 1))
+    large, small = (PackedPass(model, torch.zeros(batch, 256, dtype=torch.long)) for batch in (64, 1))
     assert [large.room_for(count) for count in (0, 1, 512, 513, 4000)] == [512, 512, 512, 1024, 4096]
     assert [small.room_for(count) for count in (0, 64, 129)] == [128, 128, 256]
 

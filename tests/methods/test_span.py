@@ -22,6 +22,7 @@ from tokendepth.measure.flops import count_flops, training_flops
 from tokendepth.methods import build
 from tokendepth.methods.base import divergence
 from tokendepth.methods.budget import gain_target
+from tokendepth.methods.mod import Selected
 from tokendepth.methods.span import ROOM, Span
 from tokendepth.methods.span_bypass import Bypass
 from tokendepth.methods.span_deciders import Boundary, Entropy, WordEnds, ends_word, ratio_loss, taught_loss
@@ -483,13 +484,13 @@ def test_training_holds_the_budget_but_for_what_finds_no_room(share):
 
 
 def test_who_finds_no_room_scores_lowest_of_its_sequence():
-    method = method_of(span(budget=0.25))  # room for 6 of 16
+    share = ROOM * 0.25  # 6 of 16
     scores = torch.arange(32.0).view(2, 16).flip(1)
-    chosen = method._chosen(scores, torch.tensor(15.0), Context())
+    chosen = Selected.above(scores, torch.tensor(15.0), share, None)
     assert chosen.as_mask(scores).sum(1).tolist() == [0, 6], "sixteen are above the threshold"
     assert chosen.places[1].tolist() == [0, 1, 2, 3, 4, 5]
     mixed = torch.tensor([[1.0, 9.0, 2.0, 8.0, 3.0, 7.0, *[0.0] * 10]])
-    chosen = method._chosen(mixed, torch.tensor(2.5), Context())
+    chosen = Selected.above(mixed, torch.tensor(2.5), share, None)
     assert chosen.there is not None
     assert chosen.places[0, chosen.there[0]].tolist() == [1, 3, 4, 5], "first, and in order"
     assert chosen.there[0].tolist() == [True] * 4 + [False] * 2

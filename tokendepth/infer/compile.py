@@ -16,14 +16,17 @@ def compiled(model: LanguageModel) -> LanguageModel:
 
     The first pass of each execution and shape takes some ten seconds. On a CPU the weights are packed for matrix
     products, and the process keeps the memory that a pass frees; on a GPU nothing waits for the host, so that a pass
-    can be captured as a CUDA graph. A span's tokens are packed there: such a pass is a graph already, and the host
+    can be captured as a CUDA graph. A span's tokens are packed there: such a pass is two graphs already, and the host
     waits until the device tells how many they are.
     """
     # Each model is compiled separately, for each execution, and for each room that a span is packed into.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     if model.norm.weight.is_cuda:
         fast = torch.compile(model, dynamic=False)
-        return cast(LanguageModel, PackedPasses(model, fast) if packs_on_device(model) else fast)
+        if not packs_on_device(model):
+            return cast(LanguageModel, fast)
+        until_decided = torch.compile(LanguageModel.until_decided, dynamic=False)
+        return cast(LanguageModel, PackedPasses(model, fast, until_decided))
     keep_freed_memory()
     # Keep the number of active rows symbolic; else compaction would break the graph in every block.
     torch._dynamo.config.capture_dynamic_output_shape_ops = True

@@ -1,13 +1,13 @@
 """Whole sequences through a span at library speed: the tokens that take it are packed, on a GPU too.
 
-How many take it only the device knows, so a pass is one CUDA graph with room for a guess, which is read off earlier
-passes. The device tells the number when it has decided, and the host waits for that, not for the end of the pass. Rows
-that are too many are computed and read by nobody; a pass that had too little room is repeated with more.
+How many take it only the device knows, so a pass is two CUDA graphs: until that is decided, and the rest, with room for
+so many rows. The device tells the number to the host. Where the text alone decides it does so at once, and the host
+launches the second graph while the first one runs; where states decide, the device waits some microseconds for it.
+Sizes of the room are a step apart, so that few graphs serve all texts; rows too many are computed and read by nobody.
 """
 
 import math
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,17 +18,16 @@ from torch import Tensor
 from tokendepth.infer.wrapped import Wrapped
 from tokendepth.measure.clock import captured
 from tokendepth.model import LanguageModel, Output
-from tokendepth.ops.announced import heard_by
 from tokendepth.ops.launch import LOW_PRECISION, has_triton
 from tokendepth.ops.varlen_attention import flash_takes
 
 STEPS, TILE = 32, 128
 """The room grows by a 32nd of the tokens, in whole tiles of the library's products."""
-REMEMBERED = 8
-"""Passes that the guess is read off: it is the most that one of them needed."""
-GRAPHS, SHAPES = 4, 8
+GRAPHS, SHAPES = 8, 8
 """How many graphs of a shape are kept, one for each size of room, and of how many shapes; each takes memory."""
 CAN_BE_GIVEN = {"thresholds", "decisions"}
+UntilDecided = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+"""As `LanguageModel.until_decided`, with the model as first argument: a copy of a model has its own."""
 
 
 def packs_on_device(model: LanguageModel) -> bool:
@@ -43,24 +42,34 @@ def packs_on_device(model: LanguageModel) -> bool:
 class PackedPass:
     """Sparse passes over sequences of one shape, without a cache or a gradient.
 
-    `forward` is the model itself or what a compiler made of it; `given` goes to it with every call. What a call returns
-    is overwritten by the next one.
+    `until_decided` and `forward` are the model's own or what a compiler made of them; `given` goes to both with every
+    call. What a call returns is overwritten by the next one.
     """
 
-    def __init__(self, model: LanguageModel, ids: Tensor, forward: Callable[..., Output], **given: Tensor) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        ids: Tensor,
+        until_decided: UntilDecided = LanguageModel.until_decided,
+        forward: Callable[..., Output] | None = None,
+        **given: Tensor,
+    ) -> None:
         assert model.method.packs
         assert not model.training
         assert packs_on_device(model) or not ids.is_cuda
-        self._model, self._forward = model, forward
+        self._model, self._until_decided = model, until_decided
+        self._forward = model if forward is None else forward
         with torch.inference_mode(False):  # else later passes could not write to them
             self._ids, self._given = ids.clone(), {name: part.clone() for name, part in given.items()}
             # How many tokens take the span; -1 from the beginning of a pass until the device has told it.
             self._told = torch.zeros((), dtype=torch.long, pin_memory=ids.is_cuda)
         self._step = TILE * math.ceil(ids.numel() / STEPS / TILE)
-        self._needed: deque[int] = deque(maxlen=REMEMBERED)
+        self._beside = torch.cuda.Stream(ids.device) if ids.is_cuda else None
+        self._pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None  # shared: only the last result is read
+        self._first: Callable[[], object] | None = None
+        self._decided: tuple[Tensor, Tensor] | None = None
         self._graphs: dict[int, Callable[[], object]] = {}
         self._found: dict[int, Output] = {}
-        self._pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None  # shared: only the last result is read
 
     def room_for(self, count: int) -> int:
         return self._step * max(1, math.ceil(count / self._step))
@@ -69,56 +78,66 @@ class PackedPass:
     @torch.no_grad()
     def __call__(self, ids: Tensor | None = None, **given: Tensor) -> Output:
         with torch.cuda.device_of(self._ids):  # graphs are captured on the current device
-            return self._repeated(ids, given)
-
-    def _repeated(self, ids: Tensor | None, given: dict[str, Tensor]) -> Output:
-        """Until there was room enough."""
-        if ids is not None:
-            self._ids.copy_(ids)
-        for name, part in given.items():
-            self._given[name].copy_(part)
-        if not self._needed:
-            first = self._model(self._ids, execution="sparse", **self._given)
-            self._needed.append(self.room_for(_taking_the_span(first)))
-        while True:
-            room = max(self._needed)
-            found = self._with(room)
-            self._needed.append(self.room_for(self._count()))
-            if self._needed[-1] <= room:
-                return found
+            if ids is not None:
+                self._ids.copy_(ids)
+            for name, part in given.items():
+                self._given[name].copy_(part)
+            self._begin()
+            return self._end(self.room_for(self._count()))
 
     def forget(self) -> None:
         """Free the memory of its graphs; one of them may be running yet."""
         if self._ids.is_cuda:
             torch.cuda.synchronize(self._ids.device)
+        self._first = self._decided = None
         self._graphs.clear()
         self._found.clear()
 
-    def _with(self, room: int) -> Output:
+    def _begin(self) -> None:
+        if self._first is None:
+            this = weakref.proxy(self)  # a graph keeps what it calls: this one is free as soon as nobody has it
+            self._first = captured(lambda: this._decide(), self._ids.device, pool=self._pool)
+        if self._told < 0:  # a pass before was interrupted, and may tell its number yet
+            torch.cuda.synchronize(self._ids.device)
+        self._told.fill_(-1)
+        self._first()
+
+    def _decide(self) -> None:
+        """On a GPU the text decides on a branch of the graph: blocks need not wait for it, nor it for them."""
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream())
+        if self._model.method.decides_by_text:
+            with torch.cuda.stream(self._beside):
+                self._told.copy_(self._model.taking_by_text(self._ids, **self._given), non_blocking=True)
+        state, score, count = self._until_decided(self._model, self._ids, **self._given)
+        self._decided = state, score
+        if count is not None:
+            self._told.copy_(count, non_blocking=True)
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+
+    def _count(self) -> int:
+        """As soon as it is told; by the end of the first part it is."""
+        while self._told < 0 and not torch.cuda.current_stream(self._ids.device).query():
+            pass
+        assert self._told >= 0
+        return int(self._told)
+
+    def _end(self, room: int) -> Output:
         graph = self._graphs.pop(room, None)
         if graph is None:
             if len(self._graphs) == GRAPHS:
                 oldest = next(iter(self._graphs))
                 del self._graphs[oldest], self._found[oldest]
-            this = weakref.proxy(self)  # a graph keeps what it calls: this one is free as soon as nobody has it
-            graph = captured(lambda: this._run(room), self._ids.device, pool=self._pool)
+            this = weakref.proxy(self)
+            graph = captured(lambda: this._rest(room), self._ids.device, pool=self._pool)
         self._graphs[room] = graph  # the last used stands last
-        if self._told < 0:  # a pass before was interrupted, and may tell its number yet
-            torch.cuda.synchronize(self._ids.device)
-        self._told.fill_(-1)
         graph()
         return self._found[room]
 
-    def _run(self, room: int) -> None:
-        with heard_by(lambda starts: self._told.copy_(starts[-1], non_blocking=True)):
-            self._found[room] = self._forward(self._ids, execution="sparse", room=room, **self._given)
-
-    def _count(self) -> int:
-        """As soon as it is told; by the end of the pass it is."""
-        while self._told < 0 and not torch.cuda.current_stream(self._ids.device).query():
-            pass
-        assert self._told >= 0
-        return int(self._told)
+    def _rest(self, room: int) -> None:
+        how = {"execution": "sparse", "room": room, "decided": self._decided}
+        self._found[room] = self._forward(self._ids, **how, **self._given)
 
 
 class PackedPasses(Wrapped):
@@ -127,9 +146,15 @@ class PackedPasses(Wrapped):
     Such a pass brings a CUDA graph of its own for each shape, so it cannot be captured in another one.
     """
 
-    def __init__(self, original: LanguageModel, compiled: Callable[..., Output]) -> None:
+    def __init__(
+        self,
+        original: LanguageModel,
+        compiled: Callable[..., Output],
+        until_decided: UntilDecided = LanguageModel.until_decided,
+    ) -> None:
         super().__init__(original)
         self._compiled = (compiled,)  # in a tuple, so that it is not registered as a submodule
+        self._until_decided = until_decided
         self._passes: dict[tuple, PackedPass] = {}
         self._stream: torch.cuda.Stream | None = None
         self._forget()
@@ -160,7 +185,7 @@ class PackedPasses(Wrapped):
         if found is None:
             if len(self._passes) == SHAPES:
                 self._passes.pop(next(iter(self._passes))).forget()
-            found = PackedPass(self.original, ids, self.unpacked, **given)
+            found = PackedPass(self.original, ids, self._until_decided, self.unpacked, **given)
         self._passes[kind] = found  # the last used stands last
         return found
 
@@ -181,10 +206,7 @@ class PackedPasses(Wrapped):
 
 
 def by_itself(model: LanguageModel) -> LanguageModel:
-    """The same compiled model with guesses of its own: for passes that are timed in turns and skip different shares."""
-    return PackedPasses(model.original, model.unpacked) if isinstance(model, PackedPasses) else model  # pyright: ignore[reportReturnType]
-
-
-def _taking_the_span(found: Output) -> int:
-    first = next(n for n, site in enumerate(found.trace.sites) if site.routed)
-    return int(found.trace.work[first].sum())
+    """The same compiled model with graphs of its own: for passes that are timed in turns and skip different shares."""
+    if not isinstance(model, PackedPasses):
+        return model
+    return PackedPasses(model.original, model.unpacked, model._until_decided)  # pyright: ignore[reportReturnType]

@@ -49,6 +49,8 @@ class Method(nn.Module):
     """Whether sparse execution needs no host synchronisation where kernels run."""
     packs = False
     """Whether sparse execution packs the tokens of several blocks once."""
+    decides_by_text = False
+    """Of a method that packs: whether its decisions depend on the tokens alone, and on no state."""
     draft_share = 0.2
     """The share of tokens, or of routed blocks, that works in a draft, unless another is named."""
     wants_teacher = False
@@ -65,6 +67,17 @@ class Method(nn.Module):
         self.model, self.config = model, config
 
     def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
+        raise NotImplementedError
+
+    def until_decided(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of a method that packs, the first part of a pass: states and scores, for `Context.decided`.
+
+        And how many tokens will be packed, unless `taking_by_text` tells that sooner.
+        """
+        raise NotImplementedError
+
+    def taking_by_text(self, ctx: Context) -> Tensor:
+        """Of a method that packs and decides by the text: how many tokens will be packed."""
         raise NotImplementedError
 
     def sites(self, keys: int) -> tuple[Site, ...]:

@@ -13,6 +13,7 @@ language model learns; `predictor` is a small network on the state, from which n
 tokens selected in evaluation is therefore learned, not fixed: the trace reports it.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +134,24 @@ class Selected:
     """`[batch, k]`, in their original order."""
     there: Tensor | None
     """`[batch, k]`: which of them are selected; the rest are filler in sequences with padding. None: all are."""
+
+    @classmethod
+    def above(cls, ranked: Tensor, threshold: Tensor | float, share: float, valid: Tensor | None) -> "Selected":
+        """The tokens above the threshold that find room, first and in order; then whatever fills up the rows.
+
+        share: of a sequence's real tokens, for as many there is room; the lowest that find none are left out.
+        """
+        time = ranked.shape[1]
+        if valid is not None:
+            ranked = torch.where(valid, ranked, -torch.inf)
+        room = min(time, math.ceil(share * time))
+        best = ranked.argsort(dim=1, descending=True, stable=True)[:, :room]  # of equals the earlier
+        there = ranked.gather(1, best) > threshold
+        if valid is not None:  # padding takes no room and makes none
+            real = valid.sum(1, keepdim=True)
+            there = there & (torch.arange(room, device=best.device) < (share * real.double()).ceil())
+        order = torch.where(there, best, best + time).sort(dim=1).values
+        return cls(order % time, order < time)
 
     def take(self, hidden: Tensor) -> Tensor:
         """Their rows, `[batch, k, d]`."""

@@ -19,12 +19,11 @@ token are of the state with which it came.
 number, calibrated on training text, so that a decision depends on the token's past alone. Training needs shapes that
 are known beforehand: each sequence has `ROOM` times its share of rows, and the lowest scores that find none skip.
 
-Left open and decided here: thresholds that are given, such as decisions to be obeyed, hold for the first token too. A
-score weighs updates by sigmoid(s) unless they are smoothed, which weighs them already. On a GPU nothing is packed but
-where `room` is given, or where blocks have another width: each block works on listed rows, as in Mixture-of-Depths.
+Left open and decided here: given thresholds, such as decisions to be obeyed, hold for the first token too. A score
+weighs updates by sigmoid(s) unless they are smoothed, which weighs them already. On a GPU tokens are packed only where
+`room` is given or blocks have another width: else each block works on listed rows, as in Mixture-of-Depths.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -94,6 +93,7 @@ class Span(ExactBuffers, Method):
             for block in replaced:
                 block.requires_grad_(False)
         self.packs = config.keys == "active" and not config.replaced
+        self.decides_by_text = not self.decider.reads_states
         self.batch_statistic, self.wants_teacher = self.decider.statistic, config.gain == "teacher"
         self.register_buffer("threshold", torch.tensor(self.decider.threshold))
         self.register_buffer("skipping", torch.tensor(1 - config.budget), persistent=False)
@@ -105,10 +105,7 @@ class Span(ExactBuffers, Method):
         self.skipping.fill_((1 - self.knobs.budget) * annealed(done, self.knobs.anneal))
 
     def forward(self, hidden: Tensor, ctx: Context) -> MethodOutput:
-        before, _, after = self._stages()
-        hidden = through(before, hidden, ctx)
-        seen = self._seen(hidden)
-        score = self.decider(seen, ctx)
+        hidden, seen, score = self._scored(hidden, ctx)
         ends = self.rule(seen, ctx) if self.rule is not None and self.training else None
         ranked = self._ranked(score if ends is None else torch.where(self.told > 0, ends, score), ctx)
         passed_by = hidden if self.bypass is None else hidden + self.bypass(seen, hidden)
@@ -119,14 +116,34 @@ class Span(ExactBuffers, Method):
             losses = self._losses(hidden, passed_by, score, ends, ctx)
             hidden = self._updated(hidden, state, active, score, threshold, ctx)
         else:
-            threshold = ctx.thresholds([self.threshold] * len(self.span))[0]
+            threshold = self._threshold(ctx)
             listing = hidden if ctx.execution == "sparse" else None  # for kernels: once for all blocks
             decision = decide(-ranked, threshold, ctx.valid, states=listing)
             active = decision.active
             hidden, fewer_keys = self._execute(hidden, passed_by, ctx, decision, score, threshold)
-        hidden, full = through(after, hidden, ctx), everyone(hidden)
+        hidden, full = through(self._stages()[2], hidden, ctx), everyone(hidden)
         work = [active if n in self.span else full for n in range(len(self.blocks))]
         return MethodOutput(hidden, replace(self.traced(work, ctx), fewer_keys=fewer_keys), losses)
+
+    def until_decided(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        state, _, score = self._scored(hidden, ctx)
+        return state, score, None if self.decides_by_text else self._taking(score, ctx)
+
+    def taking_by_text(self, ctx: Context) -> Tensor:
+        return self._taking(self.decider(ctx.ids, ctx), ctx)
+
+    def _taking(self, score: Tensor, ctx: Context) -> Tensor:
+        return decide(-self._ranked(score, ctx), self._threshold(ctx), ctx.valid).active.sum()
+
+    def _threshold(self, ctx: Context) -> Tensor | float:
+        return ctx.thresholds([self.threshold] * len(self.span))[0]
+
+    def _scored(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """States of tokens that come to the span, what the decider sees of them, and their scores."""
+        before, _, _ = self._stages()
+        hidden = through(before, hidden, ctx) if ctx.decided is None else ctx.decided[0]
+        seen = self._seen(hidden)
+        return hidden, seen, self.decider(seen, ctx) if ctx.decided is None else ctx.decided[1]
 
     def _stages(self) -> tuple[list[Block], list[Block], list[Block]]:
         blocks, begin, end = blocks_of(self.blocks), self.span.start, self.span.stop
@@ -213,7 +230,7 @@ class Span(ExactBuffers, Method):
                 if self.knobs.carry == "last" and ctx.cache is None:  # without a pass over all tokens for each doubling
                     updates, weight = rows - taken, self.decider.weight(score)
                     updates = updates if weight is None else take(weight[..., None].to(rows.dtype), places) * updates
-                    return hidden + last_active(updates, active, room), fewer_keys
+                    return hidden + last_active(updates, active), fewer_keys
                 state = put_active(hidden, active, rows) if room else put(hidden, places, rows)
                 return self._updated(hidden, self._bypassed(state, passed_by, active), *rest), fewer_keys
         state = self._taken(ctx.spare(hidden), ctx, Rows(active, decision))
@@ -221,9 +238,7 @@ class Span(ExactBuffers, Method):
 
     @torch.no_grad()
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
-        before, _, _ = self._stages()
-        seen = (self._seen(through(before, part, ctx)) for part in parts)
-        ranked = torch.cat([self._ranked(self.decider(part, ctx), ctx) for part in seen])
+        ranked = torch.cat([self._ranked(self._scored(part, ctx)[-1], ctx) for part in parts])
         self.threshold.copy_(_finite(threshold_for(ranked, share)))
         return (ranked > self.threshold).float().mean(1)
 
@@ -231,13 +246,12 @@ class Span(ExactBuffers, Method):
     def fit(self, parts: Iterable[Tensor], ctx: Context) -> None:
         if self.bypass is None:
             return
-        before, _, _ = self._stages()
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for part in parts:
-                hidden = through(before, part, ctx)
+                hidden, seen, _ = self._scored(part, ctx)
                 update = self._taken(hidden, ctx) - hidden
-                yield self._seen(hidden).flatten(0, 1), (update / rms(hidden)).flatten(0, 1)
+                yield seen.flatten(0, 1), (update / rms(hidden)).flatten(0, 1)
 
         self.bypass.fit(pairs())
 
@@ -255,7 +269,7 @@ class Span(ExactBuffers, Method):
         _, blocks, _ = self._stages()
         if self.knobs.replaced:
             return passed_by, torch.zeros_like(ranked, dtype=torch.bool)
-        chosen = self._chosen(ranked, threshold, ctx)
+        chosen = Selected.above(ranked, threshold, 1.0 if self.knobs.anneal else ROOM * self.knobs.budget, ctx.valid)
         active = chosen.as_mask(ranked).bool()
         if self.knobs.keys == "active":
             # The active ones stand first, so that causal attention alone keeps from them what fills up the rows.
@@ -267,20 +281,6 @@ class Span(ExactBuffers, Method):
         for block in blocks:
             state = block(state, ctx, rows, gate=active.to(hidden.dtype))
         return self._bypassed(state, passed_by, active), active
-
-    def _chosen(self, ranked: Tensor, threshold: Tensor | float, ctx: Context) -> Selected:
-        """The tokens above the threshold that find room, first and in order; then whatever fills up the rows."""
-        time, share = ranked.shape[1], 1.0 if self.knobs.anneal else ROOM * self.knobs.budget
-        if ctx.valid is not None:
-            ranked = torch.where(ctx.valid, ranked, -torch.inf)
-        room = min(time, math.ceil(share * time))
-        best = ranked.argsort(dim=1, descending=True, stable=True)[:, :room]  # of equals the earlier
-        there = ranked.gather(1, best) > threshold
-        if ctx.valid is not None:  # padding takes no room and makes none
-            real = ctx.valid.sum(1, keepdim=True)
-            there = there & (torch.arange(room, device=best.device) < (share * real.double()).ceil())
-        order = torch.where(there, best, best + time).sort(dim=1).values
-        return Selected(order % time, order < time)
 
     def _losses(
         self, hidden: Tensor, passed_by: Tensor, score: Tensor, ends: Tensor | None, ctx: Context

@@ -36,6 +36,8 @@ class Decider(nn.Module):
     """Until it is calibrated, and while training unless that takes the quantile."""
     flops = 0
     """Of one token."""
+    reads_states = True
+    """Or the tokens alone."""
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         """`[batch, time, d] -> [batch, time]`, the higher the sooner active."""
@@ -149,7 +151,7 @@ class WordEnds(Decider):
     where one ends is not known before the next token. A byte that is only a part of a character counts as a letter.
     """
 
-    statistic, threshold = None, 0.5
+    statistic, threshold, reads_states = None, 0.5, False
     ends: Tensor
 
     def __init__(self, model: ModelConfig) -> None:
@@ -167,7 +169,7 @@ class WordEnds(Decider):
 class Dice(Decider):
     """Numbers between 0 and 1 that say nothing of use: a hash of the token and its position, however it is batched."""
 
-    statistic = None
+    statistic, reads_states = None, False
 
     def __init__(self, config: SpanConfig) -> None:
         super().__init__()

@@ -59,14 +59,12 @@ def put_active(x: Tensor, active: Tensor, values: Tensor) -> Tensor:
     return torch.where(active[..., None], values.index_select(0, row).view_as(x), x)
 
 
-def last_active(values: Tensor, active: Tensor, room: int = 0) -> Tensor:
+def last_active(values: Tensor, active: Tensor) -> Tensor:
     """`[batch, time, d]`: to each token that of `values` `[n, d]` which is of the last active token of its sequence.
 
-    `values` are of the active tokens, in their order; tokens before the first active one get zeros. room: n, where that
-    may be fewer than there are active tokens; whoever would get a row that found no room gets another one.
+    `values` are of the active tokens, in their order, and maybe of more; tokens before the first active one get zeros.
     """
     row = torch.where(active.cumsum(1) > 0, active.flatten().cumsum(0).view_as(active), 0).flatten()
-    row = row.clamp(max=room) if room else row
     return F.pad(values, (0, 0, 1, 0)).index_select(0, row).view(*active.shape, -1)
 
 
