@@ -1,10 +1,11 @@
 """The time of a forward pass of what `depth` trained: what a loss costs to run, beside dense models of that loss.
 
 On validation text, which changes from pass to pass, as does the number of tokens that take a span. Dense models need no
-weights for it, nor does a rule; all others decide by the routers in the run folder of their first seed, or, where that is gone,
-take decisions drawn at random with the share that their row has for each block: a pass takes as long whichever tokens
-they are. Skipping is checked against masking on every text before it is timed; all take turns, so that drift hits all
-alike. On a GPU a pass is one CUDA graph, or two where a span is packed; its text is copied to where that reads it.
+weights for it, nor does a rule; all others decide by the routers in the run folder of their first seed, or, where that
+is gone, take decisions drawn at random with the share that their row has for each block: a pass takes as long whichever
+tokens they are. Skipping is checked against masking on every text before it is timed; all take turns, so that drift
+hits all alike. On a GPU a pass is one CUDA graph, or two where a span is packed, and its text is copied to where they
+read it.
 
     from paper.passes import passes
     passes(only=("budget", "mod"))          # nothing else may run on the device meanwhile
