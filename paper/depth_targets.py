@@ -17,7 +17,7 @@ from tokendepth.report.summary import DASH, Stat
 
 BETTER = {
     spans.BASE.title: 0.01,
-    spans.LONGEST.title: 0.01,
+    spans.LONGER.title: 0.01,
     "width 512": 0.02,
     "width 512, 8,000 steps": 0.02,
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 import tokendepth
 from benchmarks import serving, speculation
 from benchmarks.speed import headline
-from paper import depth
+from paper import depth, spans
 from paper.equal_loss import PassTimes, Ratio, at_its_loss, pass_times
 from paper.grid import same_work
 from paper.outcomes import Outcomes
@@ -86,25 +86,30 @@ def _studied(results: Path) -> list[list[str]]:
     found, made = depth.outcomes(results)
     lines, timed = [], pass_times(results)
     for entry in made:
-        six, row = entry == made[0], found.first_row(entry.setting)
-        if not (six or entry.setting.method in STUDIED):
-            continue
-        title = "dense, six layers" if six else STUDIED[entry.setting.method]
-        loss, against = found.stat(entry.setting, "loss"), found.beside(entry.setting)
-        if loss is None or row is None:
-            lines.append(["" if lines else "enwik8", title, *["not run"] * 2, *["\u2014"] * 3])
-            continue
-        same = against[0].text(".3f") if isinstance(against, tuple) and not six else "\u2014"
-        skipped = f"{row['evaluation']['flops_skipped']:.0%}"
-        clocks = [_speed_at_its_loss(found, entry, made, timed, kind, batch) for _, kind, batch in CLOCKS]
-        lines.append(["" if lines else "enwik8", title, skipped, loss.text(".3f"), same, *clocks])
+        six = entry == made[0]
+        if six or entry.setting.method in STUDIED:
+            title = "dense, six layers" if six else STUDIED[entry.setting.method]
+            clocks = [_speed_at_its_loss(found, entry, made, timed, kind, batch) for _, kind, batch in CLOCKS]
+            lines.append(["" if lines else "enwik8", title, *_quality(found, entry), *clocks])
+    found, made = spans.outcomes_at(results, spans.LONGER)
+    for entry, name in ((one, STUDIED.get(one.setting.method, "dense, six layers")) for one in made):
+        lines.append(["", f"{name}, {spans.LONGER.title}", *_quality(found, entry), *["\u2014"] * len(CLOCKS)])
     return lines
+
+
+def _quality(found: Outcomes, entry: depth.Entry) -> list[str]:
+    """The share of FLOPs that is skipped, the loss, and that of a dense model of the same FLOPs."""
+    row, loss, against = found.first_row(entry.setting), found.stat(entry.setting, "loss"), found.beside(entry.setting)
+    if loss is None or row is None:
+        return [*["not run"] * 2, "\u2014"]
+    same = against[0].text(".3f") if isinstance(against, tuple) and entry.setting.method != "dense" else "\u2014"
+    return [f"{row['evaluation']['flops_skipped']:.0%}", loss.text(".3f"), same]
 
 
 def _speed_at_its_loss(
     found: Outcomes, entry: depth.Entry, made: list[depth.Entry], timed: PassTimes, kind: str, batch: int
 ) -> str:
-    if entry.setting.method == "dense":
+    if entry.setting.method == "dense" or found.stat(entry.setting, "loss") is None:
         return "\u2014"
     costs = {
         one.setting: ms

@@ -199,14 +199,14 @@ def _timed(ways: list[Timed], batch: int, device: torch.device) -> list[Row]:
     """Of each entry the way that takes the least time."""
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     with Progress(f"batch {batch}: compiling", len(ways), unit="ways") as progress:
-        passes = {}
+        in_turns = {}
         for number, way in enumerate(ways):
-            passes[number] = _one_after_the_other(way, device, pool)
-            passes[number]()
+            in_turns[number] = _one_after_the_other(way, device, pool)
+            in_turns[number]()
             progress.advance()
     repeats = REPEATS[device.type]
     with Progress(f"batch {batch}: timing", WARM_UP + repeats, unit="rounds") as progress:
-        spent = interleaved(passes, repeats, device, graphs=True, progress=progress)
+        spent = interleaved(in_turns, repeats, device, graphs=True, progress=progress)
     rows: dict[str, Row] = {}
     for number, way in enumerate(ways):
         title, times = way.entry.setting.title, quartiles(spent[number])

@@ -43,8 +43,9 @@ class Context:
     teacher: Tensor | None = None
     """`[batch, time, vocabulary]` logits of the model that this one is to be like, while training with a teacher."""
     room: int = 0
-    """How many rows to make of tokens that are packed, where that must be known beforehand; 0: as many as there are."""
-    decided: tuple[Tensor, Tensor] | None = None
+    """How many rows to make of tokens that are packed, where that must be known beforehand; never fewer than there are.
+    0: as many as there are."""
+    scored: tuple[Tensor, Tensor] | None = None
     """States and scores of the tokens at a span, where `Method.until_decided` found them before this pass."""
     readout: Callable[[Tensor], Tensor] | None = None
     """Hidden states to logits: final norm and head."""
@@ -121,7 +122,7 @@ class Context:
         """
         starts, time = F.pad(active.sum(1).cumsum(0), (1, 0)), active.shape[1]
         if spare:
-            starts = F.pad(starts, (0, 1), value=len(places))
+            starts = F.pad(starts.clamp(max=len(places)), (0, 1), value=len(places))
             lengths = starts.diff()
         varlen = Varlen(starts.int(), lengths, places // time, take(columns, places), time)
         rotation = self.rotation

@@ -254,7 +254,7 @@ class LanguageModel(nn.Module):
         teacher: Tensor | None = None,
         read: Tensor | None = None,
         room: int = 0,
-        decided: tuple[Tensor, Tensor] | None = None,
+        scored: tuple[Tensor, Tensor] | None = None,
     ) -> Output:
         """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the rest as in `Context`.
 
@@ -267,7 +267,7 @@ class LanguageModel(nn.Module):
         needed = self._needed(time, cache, valid)
         ctx, positions = self._context(time, ids.device, execution, cache, valid, needed)
         ctx = replace(ctx, ids=ids, decisions=decisions, given_thresholds=thresholds)
-        ctx = replace(ctx, targets=targets, counted=counted, teacher=teacher, room=room, decided=decided)
+        ctx = replace(ctx, targets=targets, counted=counted, teacher=teacher, room=room, scored=scored)
         found = self.method(self.embedded(ids, positions), ctx)
         if cache is not None:
             cache.advance(time, valid, needed)
@@ -329,14 +329,15 @@ class LanguageModel(nn.Module):
         return self.embedded(ids, positions), replace(ctx, ids=ids)
 
     def until_decided(self, ids: Tensor, **given: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The first part of a sparse pass of a method that packs; with `decided` and `room`, `forward` is the rest."""
+        """The first part of a sparse pass of a method that packs; with `scored` and `room`, `forward` is the rest."""
+        self._needed(ids.shape[1], cache=None, valid=None)
         hidden, ctx = self.entering(ids, "sparse")
-        return self.method.until_decided(hidden, _forcing(ctx, given))
+        return self.method.until_decided(hidden, _with_given(ctx, given))
 
-    def taking_by_text(self, ids: Tensor, **given: Tensor) -> Tensor:
-        """How many tokens such a pass will pack, of a method that decides by the text."""
+    def active_count_by_text(self, ids: Tensor, **given: Tensor) -> Tensor:
+        """How many tokens such a pass packs, of a method that decides by the text."""
         ctx, _ = self._context(ids.shape[1], ids.device, "sparse")
-        return self.method.taking_by_text(_forcing(replace(ctx, ids=ids), given))
+        return self.method.active_count_by_text(_with_given(replace(ctx, ids=ids), given))
 
     def forcing(self, decisions: Tensor) -> dict[str, Tensor]:
         """Arguments that force these decisions on a pass; as thresholds where the method has them."""
@@ -357,5 +358,5 @@ class LanguageModel(nn.Module):
         return head_flops(self.config)
 
 
-def _forcing(ctx: Context, given: dict[str, Tensor]) -> Context:
+def _with_given(ctx: Context, given: dict[str, Tensor]) -> Context:
     return replace(ctx, given_thresholds=given.get("thresholds"), decisions=given.get("decisions"))

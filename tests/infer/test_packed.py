@@ -1,7 +1,9 @@
 """Passes that pack a span into room for more rows than it needs, on a CPU: as the same pass without spare room."""
 
 import copy
+import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch._dynamo.utils import counters
 
 from tests.methods.test_span import MODERN, given, some, span, tokens
 from tokendepth.cache import KVCache
-from tokendepth.config import DenseConfig, RunConfig
+from tokendepth.config import DenseConfig, RunConfig, SpanConfig
+from tokendepth.errors import UserError
 from tokendepth.infer import auto, packed
 from tokendepth.infer.packed import PackedPass, PackedPasses, by_itself, packs_on_device
 from tokendepth.methods import build
@@ -86,7 +89,7 @@ def test_what_the_text_decides_is_told_before_the_first_block_runs():
     model, ids = made("rule"), tokens()
     pass_ = PackedPass(model, ids)
     told = []
-    model.method.blocks[0].register_forward_hook(lambda *_: told.append(int(pass_._told)))
+    model.method.blocks[0].register_forward_hook(lambda *_: told.append(int(pass_._host_count)))
     found = pass_()
     assert told == [found.trace.work[span_begin(model)].sum()]
 
@@ -100,9 +103,9 @@ def test_the_device_tells_how_many_take_the_span(case, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     for seed in range(3):
         found = pass_(tokens(seed=seed))
-        assert pass_._told == found.trace.work[span_begin(model)].sum()
+        assert pass_._host_count == found.trace.work[span_begin(model)].sum()
     assert waited == []
-    pass_._told.fill_(-1)
+    pass_._host_count.fill_(-1)
     assert_same(pass_(ids), model(ids, execution="sparse"))
     assert len(waited) == 1
 
@@ -123,12 +126,33 @@ def span_begin(model: LanguageModel) -> int:
 
 def test_no_more_graphs_are_kept_than_a_few(monkeypatch):
     monkeypatch.setattr(packed, "TILE", 1)
+    monkeypatch.setattr(packed, "GRAPHS", 3)
     model, ids = made("score"), tokens()
     told = [model.forcing(given(torch.arange(ids.numel()).view_as(ids) % n == 0)) for n in range(1, 9)]
     pass_ = PackedPass(model, ids, **told[0])
     for one in told:
         assert_same(pass_(**one), model(ids, execution="sparse", **one))
         assert len(pass_._graphs) <= packed.GRAPHS
+    assert list(pass_._graphs) == [pass_.room_for(math.ceil(ids.numel() / n)) for n in (6, 7, 8)], "the last used"
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_text_that_is_too_long_is_refused_before_anything_runs(positions):
+    model = build(RunConfig(model=replace(MODERN, positions=positions), method=SpanConfig(decide="rule"))).eval()
+    ran = []
+    model.method.blocks[0].register_forward_hook(lambda *_: ran.append(1))
+    with torch.no_grad(), pytest.raises(UserError, match="do not fit this model's context"):
+        PackedPasses(model, model)(torch.zeros(1, MODERN.context + 1, dtype=torch.long), execution="sparse")
+    assert ran == []
+
+
+@torch.no_grad()
+def test_a_pass_that_forgot_its_graphs_makes_them_anew():
+    model, ids = made("rule"), tokens()
+    pass_ = PackedPass(model, ids)
+    pass_()
+    pass_.forget()
+    assert_same(pass_(), model(ids, execution="sparse"))
 
 
 # --- as a model -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from paper import pages, settings
 from paper.__main__ import PAPER
 from paper.compare import compare
 from paper.comparison import document, judge, matched_parameters, trained_alike, verdicts
-from paper.grid import same
+from paper.grid import Deadline, same
 from paper.outcomes import COSTS, OUTSIDE, Outcomes, interpolate
 from paper.schematic import ATTENDED, SCHEMATICS, WORKED
 from paper.settings import RUNS, SETTINGS, SHAKESPEARE, Setting
@@ -28,7 +29,7 @@ from tokendepth.methods import METHODS
 from tokendepth.report.figures import Drawing
 from tokendepth.report.palette import look
 from tokendepth.report.summary import Stat
-from tokendepth.runs.results import read_rows
+from tokendepth.runs.results import read_rows, rows_so_far
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compare")]
 
@@ -113,7 +114,14 @@ def test_out_of_time_it_says_what_is_left(tmp_path):
 
 def test_a_call_measures_the_costs_of_what_it_trained(tmp_path, monkeypatch):
     """Its run folders may be gone before the next one."""
-    monkeypatch.setattr("paper.compare.TRAINING", 2 / 6000)  # two seconds of a hundred minutes
+    monkeypatch.setattr("paper.compare.TRAINING", 0.0)
+    trained, half = tmp_path / "results" / RUNS, time.monotonic() + 50 * 60
+
+    def passed(deadline: Deadline) -> bool:
+        """That of training, after four runs, however fast this machine is; the other one is never."""
+        return deadline.at is not None and deadline.at < half and len(rows_so_far(trained)) == 4
+
+    monkeypatch.setattr(Deadline, "passed", passed)
     log = every_update(monkeypatch)
     how = {"quick": True, "out": tmp_path / "runs", "results": tmp_path / "results"}
     left = compare(max_minutes=100, **how).left

@@ -321,6 +321,24 @@ def test_the_readme_has_what_was_timed_at_equal_loss(searched):
     assert speed == lines["Mixture-of-Depths"][-1] != "not timed", "the same ratio on both"
     assert float(speed.removesuffix("x at its loss")) > 0
     assert lines["budget routing"][-1] == "not timed"
+    assert lines["dense, six layers, 28,000 steps"][2:] == ["not run", "not run", "—", "—", "—"]
+    scaled = {e.setting.method: e.config for e in spans.at_scale(searched, spans.LONGER)}
+    long = [made_up(scaled["dense"], 2.0, SIX), made_up(scaled["span_rule"], 1.9, SIX)]
+    rows = [row | {"evaluation": row["evaluation"] | {"flops_skipped": 0.3}} for row in long]
+    (searched / spans.ROWS).write_text(json.dumps(rows))
+    (line,) = (one for one in generated._studied(searched) if one[1].endswith("ends of words, 28,000 steps"))
+    assert line[2:] == ["30%", "1.900", "2.000", "—", "—"]
+
+
+@pytest.mark.parametrize("how", ["eager", "packed"])
+def test_each_timed_pass_takes_the_next_text(searched, how):
+    texts, taken = [{"ids": torch.tensor([[n]])} for n in range(3)], []
+    entry = depth.entries(Search.read(searched))[0]
+    way = passes.Timed(entry, how, lambda ids: taken.append(int(ids)), texts)  # pyright: ignore[reportArgumentType]
+    run = passes._one_after_the_other(way, torch.device("cpu"), None)
+    for _ in range(5):
+        run()
+    assert taken == [0, 1, 2, 0, 1]
 
 
 def test_what_a_loss_costs_is_compared_with_dense_models_of_that_loss(searched):

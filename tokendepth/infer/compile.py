@@ -14,10 +14,10 @@ from tokendepth.runs.machine import keep_freed_memory
 def compiled(model: LanguageModel) -> LanguageModel:
     """The same model, compiled whole, skipping included: for inference, under `torch.no_grad()`.
 
-    The first pass of each execution and shape takes some ten seconds. On a CPU the weights are packed for matrix
-    products, and the process keeps the memory that a pass frees; on a GPU nothing waits for the host, so that a pass
-    can be captured as a CUDA graph. A span's tokens are packed there: such a pass is two graphs already, and the host
-    waits until the device tells how many they are.
+    The first pass of each execution and shape, and of a span of each size of room, takes some ten seconds. On a CPU the
+    weights are packed for matrix products, and the process keeps the memory that a pass frees; on a GPU nothing waits
+    for the host, so that a pass can be captured as a CUDA graph. A span's tokens are packed there: such a pass is two
+    graphs already, and the host waits until the device tells how many tokens there are.
     """
     # Each model is compiled separately, for each execution, and for each room that a span is packed into.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)

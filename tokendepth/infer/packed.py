@@ -2,7 +2,7 @@
 
 How many take it only the device knows, so a pass is two CUDA graphs: until that is decided, and the rest, with room for
 so many rows. The device tells the number to the host. Where the text alone decides it does so at once, and the host
-launches the second graph while the first one runs; where states decide, the device waits some microseconds for it.
+launches the second graph while the first one runs; where states decide, the device waits some microseconds for that.
 Sizes of the room are a step apart, so that few graphs serve all texts; rows too many are computed and read by nobody.
 """
 
@@ -62,12 +62,13 @@ class PackedPass:
         with torch.inference_mode(False):  # else later passes could not write to them
             self._ids, self._given = ids.clone(), {name: part.clone() for name, part in given.items()}
             # How many tokens take the span; -1 from the beginning of a pass until the device has told it.
-            self._told = torch.zeros((), dtype=torch.long, pin_memory=ids.is_cuda)
+            self._host_count = torch.zeros((), dtype=torch.long, pin_memory=ids.is_cuda)
         self._step = TILE * math.ceil(ids.numel() / STEPS / TILE)
         self._beside = torch.cuda.Stream(ids.device) if ids.is_cuda else None
-        self._pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None  # shared: only the last result is read
+        # Second graphs share memory, since only the last result is read; what they read of the first is kept alive.
+        self._pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None
         self._first: Callable[[], object] | None = None
-        self._decided: tuple[Tensor, Tensor] | None = None
+        self._scored: tuple[Tensor, Tensor] | None = None
         self._graphs: dict[int, Callable[[], object]] = {}
         self._found: dict[int, Output] = {}
 
@@ -89,7 +90,8 @@ class PackedPass:
         """Free the memory of its graphs; one of them may be running yet."""
         if self._ids.is_cuda:
             torch.cuda.synchronize(self._ids.device)
-        self._first = self._decided = None
+            self._pool = torch.cuda.graph_pool_handle()
+        self._first = self._scored = None
         self._graphs.clear()
         self._found.clear()
 
@@ -97,9 +99,9 @@ class PackedPass:
         if self._first is None:
             this = weakref.proxy(self)  # a graph keeps what it calls: this one is free as soon as nobody has it
             self._first = captured(lambda: this._decide(), self._ids.device, pool=self._pool)
-        if self._told < 0:  # a pass before was interrupted, and may tell its number yet
+        if self._host_count < 0:  # a pass before was interrupted, and may tell its number yet
             torch.cuda.synchronize(self._ids.device)
-        self._told.fill_(-1)
+        self._host_count.fill_(-1)
         self._first()
 
     def _decide(self) -> None:
@@ -108,20 +110,20 @@ class PackedPass:
             self._beside.wait_stream(torch.cuda.current_stream())
         if self._model.method.decides_by_text:
             with torch.cuda.stream(self._beside):
-                self._told.copy_(self._model.taking_by_text(self._ids, **self._given), non_blocking=True)
+                self._host_count.copy_(self._model.active_count_by_text(self._ids, **self._given), non_blocking=True)
         state, score, count = self._until_decided(self._model, self._ids, **self._given)
-        self._decided = state, score
+        self._scored = state, score
         if count is not None:
-            self._told.copy_(count, non_blocking=True)
+            self._host_count.copy_(count, non_blocking=True)
         if self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
 
     def _count(self) -> int:
         """As soon as it is told; by the end of the first part it is."""
-        while self._told < 0 and not torch.cuda.current_stream(self._ids.device).query():
+        while self._host_count < 0 and not torch.cuda.current_stream(self._ids.device).query():
             pass
-        assert self._told >= 0
-        return int(self._told)
+        assert self._host_count >= 0
+        return int(self._host_count)
 
     def _end(self, room: int) -> Output:
         graph = self._graphs.pop(room, None)
@@ -136,14 +138,14 @@ class PackedPass:
         return self._found[room]
 
     def _rest(self, room: int) -> None:
-        how = {"execution": "sparse", "room": room, "decided": self._decided}
+        how = {"execution": "sparse", "room": room, "scored": self._scored}
         self._found[room] = self._forward(self._ids, **how, **self._given)
 
 
 class PackedPasses(Wrapped):
     """A compiled model whose sparse passes over whole sequences are packed; all others are as they were compiled.
 
-    Such a pass brings a CUDA graph of its own for each shape, so it cannot be captured in another one.
+    Such a pass is CUDA graphs of its own, so it cannot be captured in another one.
     """
 
     def __init__(
@@ -206,7 +208,7 @@ class PackedPasses(Wrapped):
 
 
 def by_itself(model: LanguageModel) -> LanguageModel:
-    """The same compiled model with graphs of its own: for passes that are timed in turns and skip different shares."""
+    """The same compiled model with graphs of its own, for passes of many shares in turns, lest they drop graphs."""
     if not isinstance(model, PackedPasses):
         return model
     return PackedPasses(model.original, model.unpacked, model._until_decided)  # pyright: ignore[reportReturnType]

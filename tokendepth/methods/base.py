@@ -70,13 +70,13 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def until_decided(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of a method that packs, the first part of a pass: states and scores, for `Context.decided`.
+        """Of a method that packs, the first part of a pass: states and scores, for `Context.scored`.
 
-        And how many tokens will be packed, unless `taking_by_text` tells that sooner.
+        And how many tokens will be packed, unless `active_count_by_text` tells that sooner.
         """
         raise NotImplementedError
 
-    def taking_by_text(self, ctx: Context) -> Tensor:
+    def active_count_by_text(self, ctx: Context) -> Tensor:
         """Of a method that packs and decides by the text: how many tokens will be packed."""
         raise NotImplementedError
 

@@ -131,15 +131,15 @@ class Selected:
     """A fixed number of tokens of every sequence, gathered as a shorter sequence."""
 
     places: Tensor
-    """`[batch, k]`, in their original order."""
+    """`[batch, k]`: those that are selected, in their original order, and filler."""
     there: Tensor | None
-    """`[batch, k]`: which of them are selected; the rest are filler in sequences with padding. None: all are."""
+    """`[batch, k]`: which of them are selected. None: all are."""
 
     @classmethod
     def above(cls, ranked: Tensor, threshold: Tensor | float, share: float, valid: Tensor | None) -> "Selected":
         """The tokens above the threshold that find room, first and in order; then whatever fills up the rows.
 
-        share: of a sequence's real tokens, for as many there is room; the lowest that find none are left out.
+        share: the rows of a sequence, as a share of its real tokens. The lowest that find no room are left out.
         """
         time = ranked.shape[1]
         if valid is not None:

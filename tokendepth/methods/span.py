@@ -127,12 +127,12 @@ class Span(ExactBuffers, Method):
 
     def until_decided(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None]:
         state, _, score = self._scored(hidden, ctx)
-        return state, score, None if self.decides_by_text else self._taking(score, ctx)
+        return state, score, None if self.decides_by_text else self._active_count(score, ctx)
 
-    def taking_by_text(self, ctx: Context) -> Tensor:
-        return self._taking(self.decider(ctx.ids, ctx), ctx)
+    def active_count_by_text(self, ctx: Context) -> Tensor:
+        return self._active_count(self.decider(ctx.ids, ctx), ctx)
 
-    def _taking(self, score: Tensor, ctx: Context) -> Tensor:
+    def _active_count(self, score: Tensor, ctx: Context) -> Tensor:
         return decide(-self._ranked(score, ctx), self._threshold(ctx), ctx.valid).active.sum()
 
     def _threshold(self, ctx: Context) -> Tensor | float:
@@ -141,9 +141,9 @@ class Span(ExactBuffers, Method):
     def _scored(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """States of tokens that come to the span, what the decider sees of them, and their scores."""
         before, _, _ = self._stages()
-        hidden = through(before, hidden, ctx) if ctx.decided is None else ctx.decided[0]
+        hidden = through(before, hidden, ctx) if ctx.scored is None else ctx.scored[0]
         seen = self._seen(hidden)
-        return hidden, seen, self.decider(seen, ctx) if ctx.decided is None else ctx.decided[1]
+        return hidden, seen, self.decider(seen, ctx) if ctx.scored is None else ctx.scored[1]
 
     def _stages(self) -> tuple[list[Block], list[Block], list[Block]]:
         blocks, begin, end = blocks_of(self.blocks), self.span.start, self.span.stop
@@ -249,9 +249,9 @@ class Span(ExactBuffers, Method):
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for part in parts:
-                hidden, seen, _ = self._scored(part, ctx)
+                hidden = through(self._stages()[0], part, ctx)
                 update = self._taken(hidden, ctx) - hidden
-                yield seen.flatten(0, 1), (update / rms(hidden)).flatten(0, 1)
+                yield self._seen(hidden).flatten(0, 1), (update / rms(hidden)).flatten(0, 1)
 
         self.bypass.fit(pairs())
 

@@ -37,7 +37,7 @@ class Decider(nn.Module):
     flops = 0
     """Of one token."""
     reads_states = True
-    """Or the tokens alone."""
+    """Whether scores depend on states; else on tokens and their positions alone."""
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         """`[batch, time, d] -> [batch, time]`, the higher the sooner active."""
