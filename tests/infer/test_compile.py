@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tokendepth.config import BudgetConfig, DenseConfig, ModelConfig, RunConfig, SpanConfig, TrainConfig
 from tokendepth.infer.compile import compiled
@@ -100,3 +101,20 @@ def test_freed_memory_is_kept():
 
     faults()
     assert min(faults() for _ in range(3)) < 1000
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+@torch.no_grad()
+def test_a_span_of_any_length_of_text_is_one_graph(sequences):
+    """The length stays symbolic: fixed, products of one sequence would go to a slower library on a CPU."""
+    shape = ModelConfig(d_model=32, n_layer=3, n_head=2, d_ff=64, context=32, vocab_size=11, positions="rotary")
+    model = build(RunConfig(model=shape, method=SpanConfig(decide="dice", budget=0.5))).eval()
+    torch.compiler.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        fast = torch.compile(model, dynamic=True, backend="eager")
+        for time in (32, 21, 9):
+            ids = torch.arange(sequences * time).view(sequences, time) % 11
+            found, expected = fast(ids, execution="sparse"), model(ids, execution="sparse")
+            torch.testing.assert_close(found.logits, expected.logits)
+    assert counters["stats"]["unique_graphs"] == 1

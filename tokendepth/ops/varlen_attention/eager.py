@@ -73,6 +73,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) ->
 
 # One opaque op to a compiler, since its lengths are known only at run time.
 _library = torch.library.Library("tokendepth", "FRAGMENT")
-_library.define("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, int longest) -> Tensor")
+_library.define(
+    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, SymInt longest) -> Tensor"
+)
 _library.impl("varlen_attention", _attend, "CompositeExplicitAutograd")
 torch.library.register_fake("tokendepth::varlen_attention", lambda q, *_: q.new_empty(q.shape), lib=_library)
