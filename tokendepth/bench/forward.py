@@ -2,7 +2,7 @@
 
 Before anything is timed, sparse must equal hard on the very decisions that will be timed. Conditions are interleaved,
 so that drift hits all alike. Routers and compaction run inside the timed region. What is timed is the model as
-`compiled` returns it, on a GPU captured as a CUDA graph; dense is the fastest of compiled, eager and our own kernels
+`compiled` returns it, on a GPU by CUDA graphs; dense is the fastest of compiled, eager and our own kernels
 with every token active.
 
     efficiency = (speedup - 1) / (ceiling - 1)

@@ -31,7 +31,7 @@ UntilDecided = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
 
 def packs_on_device(model: LanguageModel) -> bool:
-    """Whether its passes can be packed without asking the device in their middle."""
+    """Whether its passes can be packed where its weights are, a GPU."""
     weight = model.norm.weight
     if not weight.is_cuda or torch.version.hip is not None or not has_triton():
         return False
@@ -64,7 +64,7 @@ class PackedPass:
             # How many tokens take the span; -1 from the beginning of a pass until the device has told it.
             self._host_count = torch.zeros((), dtype=torch.long, pin_memory=ids.is_cuda)
         self._step = TILE * math.ceil(ids.numel() / STEPS / TILE)
-        self._beside = torch.cuda.Stream(ids.device) if ids.is_cuda else None
+        self._beside = torch.cuda.Stream(ids.device) if ids.is_cuda and model.method.decides_by_text else None
         # Second graphs share memory, since only the last result is read; what they read of the first is kept alive.
         self._pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None
         self._first: Callable[[], object] | None = None

@@ -18,7 +18,7 @@ WARM_UP = 3
 SHORTEST_MS = 10.0
 """Shortest measurement of CUDA graphs: what the host does before the first of several is not to count.
 
-It takes 20 us to launch one and notice its end, and some 100 where a pass is packed, much beside 0.2 ms.
+It takes 20 us to launch one and notice its end, and more where a pass is packed, much beside 0.2 ms.
 """
 
 
