@@ -274,21 +274,20 @@ class Analyse:
 
 @dataclass(frozen=True)
 class Times:
-    """The time of a training step of what `depth` trains, with nothing else on the device."""
+    """The time of a training step of dense models and of contenders that `depth` trains, nothing else on the device."""
 
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A contender or control to time now, such as dense; may be given several times; all unless named."""
+    """A contender or control to time beside the dense models; may be given several times; all unless named."""
     quick: bool = False
     """A miniature of everything on this CPU: how it works, not what comes out."""
-    max_minutes: float | None = None
-    """Stop cleanly after this many minutes; the same line goes on."""
     device: str = "auto"
     """auto takes the GPU where there is one."""
     results: Path = Path("results")
     """Folder of the rows. The page goes to docs/ beside it."""
 
     def __call__(self) -> None:
-        from paper.times import times
+        with Progress(LOADING):
+            from paper.times import times
 
         _tell_of_depth(self, times)
 

@@ -1,10 +1,13 @@
-"""The time of a training step of what `depth` trains, alone on its device: what loss over training time is drawn from.
+"""The time of a training step of what `depth` trains, alone on its device: what training time is told by.
 
-from paper.times import times
-times(max_minutes=3)                    # repeat it until nothing is left
+Compiled, as training on a GPU is and as a CPU is faster, too; all take turns, so that drift hits all alike.
+
+    from paper.times import times
+    times(only=("budget", "mod"))           # nothing else may run on the device meanwhile
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,61 +15,59 @@ import numpy as np
 import torch
 
 from paper.depth import TIMES, check_names, entries
-from paper.grid import Deadline, Progress, missing, same_work, work_of
+from paper.grid import Progress as Done
+from paper.grid import work_of
 from paper.search import Search
 from tokendepth.config import RunConfig, to_dict
 from tokendepth.errors import UserError
-from tokendepth.measure.clock import interleaved, quartiles
+from tokendepth.measure.clock import WARM_UP, interleaved, quartiles
 from tokendepth.methods import build
+from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, environment
-from tokendepth.runs.results import Row, add_rows
-from tokendepth.training.progress import console
+from tokendepth.runs.results import add_rows
 from tokendepth.training.ranks import Ranks
 from tokendepth.training.step import OptimiserStep
 
 BYTES = 256
+REPEATS = {"cuda": 60, "cpu": 5}
 
 
 def times(
     *,
     only: tuple[str, ...] = (),
     quick: bool = False,
-    max_minutes: float | None = None,
     results: Path = Path("results"),
     device: str = "auto",
     show: bool = True,
-) -> Progress:
-    """Give every entry of `depth` a row, dense models first. Nothing else may run on the device meanwhile.
-
-    `only` names the contenders and controls to time now, as in `depth`; none is all.
-    """
-    if max_minutes is not None and not max_minutes > 0:
-        raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
+) -> Done:
+    """A row for every dense model and every contender or control of `only`, on this device; none is all."""
     check_names(only)
-    where, deadline, path = choose_device(device), Deadline.after(max_minutes), results / TIMES
-    found = entries(Search.read(results, quick=quick), quick=quick)
-    found = [entry for entry in found if not only or entry.setting.method in only]
-    todo = missing({entry.setting.title: entry.config for entry in found}, path, by=same_work)
-    left = list(todo)
-    while left and not deadline.passed():
-        row = step_time(todo[left[0]], where)
-        add_rows(path, [{"name": left[0], **row}], identity=("config",))
-        if show:
-            console.print(f"{left[0]}: {row['step_ms'][0]:.2f} ms a step", markup=False, soft_wrap=True)
-        del left[0]
-    return Progress({}, left)
+    where, found = choose_device(device), entries(Search.read(results, quick=quick), quick=quick)
+    if not found:
+        raise UserError(f"{results} has no complete search yet; run: python -m paper search")
+    found = [entry for entry in found if not only or entry.setting.method in ("dense", *only)]
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # else a model too many would run, and be timed, uncompiled
+    steps = {}
+    with Progress("steps: compiling", len(found), unit="models", show=show) as progress:
+        for entry in found:
+            steps[entry] = _step(entry.config, where)
+            steps[entry]()
+            progress.advance()
+    repeats = REPEATS[where.type]
+    with Progress("steps: timing", WARM_UP + repeats, unit="rounds", show=show) as progress:
+        spent = interleaved(steps, repeats, where, progress=progress)
+    rows = [
+        {"name": entry.setting.title, "config": to_dict(work_of(entry.config)), "step_ms": quartiles(spent[entry])}
+        for entry in found
+    ]
+    add_rows(results / TIMES, [row | environment(where) for row in rows], identity=("config", "device"))
+    return Done({}, [])
 
 
-def step_time(config: RunConfig, device: torch.device) -> Row:
-    """Quartiles of an optimiser step on random bytes, compiled on a GPU as in training."""
-    on_gpu = device.type == "cuda"
-    train = replace(config.train, compile="on" if on_gpu else "off")
+def _step(config: RunConfig, device: torch.device) -> Callable[[], object]:
+    """Steps on random bytes: what they cost does not depend on the text."""
     model = build(replace(config, model=replace(config.model, vocab_size=BYTES))).to(device).train()
-    step, number = OptimiserStep(model, train, device, Ranks()), itertools.count()
-    shape = train.batch_size, config.model.context
-    inputs = np.random.default_rng(0).integers(BYTES, size=shape)
-    targets = np.roll(inputs, -1, axis=1)
-    spent = interleaved(
-        {"step": lambda: step(inputs, targets, step=next(number), lr=1e-4)}, 60 if on_gpu else 5, device
-    )
-    return {"config": to_dict(work_of(config)), "step_ms": quartiles(spent["step"]), **environment(device)}
+    step = OptimiserStep(model, replace(config.train, compile="on"), device, Ranks())
+    inputs = np.random.default_rng(0).integers(BYTES, size=(config.train.batch_size, config.model.context))
+    numbers = itertools.count()
+    return lambda: step(inputs, np.roll(inputs, -1, axis=1), step=next(numbers), lr=1e-4)

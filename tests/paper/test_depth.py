@@ -717,7 +717,7 @@ def test_who_takes_a_block_is_drawn_where_no_weights_can_tell(searched):
         passes._drawn(model, exits, depth.outcomes(searched)[0], torch.zeros(64, 256))
 
 
-@pytest.mark.parametrize("command", ["search", "depth", "spans", "times"])
+@pytest.mark.parametrize("command", ["search", "depth", "spans"])
 def test_a_mistake_is_answered_in_one_line(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--max-minutes", "-1"], PAPER)
