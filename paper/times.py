@@ -1,6 +1,7 @@
 """The time of a training step of what `depth` trains, alone on its device: what training time is told by.
 
-Compiled, as training on a GPU is and as a CPU is faster, too; all take turns, so that drift hits all alike.
+Compiled, as training on a GPU is and as a CPU is faster, too; all take turns, so that drift hits all alike. On a GPU a
+turn is some steps in a row: the first of them would find another model's graph and weights.
 
     from paper.times import times
     times(only=("budget", "mod"))           # nothing else may run on the device meanwhile
@@ -29,7 +30,8 @@ from tokendepth.training.ranks import Ranks
 from tokendepth.training.step import OptimiserStep
 
 BYTES = 256
-REPEATS = {"cuda": 60, "cpu": 5}
+REPEATS = {"cuda": 15, "cpu": 5}
+IN_A_ROW = {"cuda": 20, "cpu": 1}
 
 
 def times(
@@ -47,27 +49,26 @@ def times(
         raise UserError(f"{results} has no complete search yet; run: python -m paper search")
     found = [entry for entry in found if not only or entry.setting.method in ("dense", *only)]
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # else a model too many would run, and be timed, uncompiled
-    steps = {}
+    steps, repeats, in_a_row = {}, REPEATS[where.type], IN_A_ROW[where.type]
     with Progress("steps: compiling", len(found), unit="models", show=show) as progress:
         for entry in found:
-            steps[entry] = _step(entry.config, where)
+            steps[entry] = _steps(entry.config, where, in_a_row)
             steps[entry]()
             progress.advance()
-    repeats = REPEATS[where.type]
     with Progress("steps: timing", WARM_UP + repeats, unit="rounds", show=show) as progress:
         spent = interleaved(steps, repeats, where, progress=progress)
-    rows = [
-        {"name": entry.setting.title, "config": to_dict(work_of(entry.config)), "step_ms": quartiles(spent[entry])}
-        for entry in found
-    ]
-    add_rows(results / TIMES, [row | environment(where) for row in rows], identity=("config", "device"))
+    rows = []
+    for entry, turns in spent.items():
+        about = {"name": entry.setting.title, "config": to_dict(work_of(entry.config))}
+        rows.append({**about, "step_ms": quartiles([turn / in_a_row for turn in turns]), **environment(where)})
+    add_rows(results / TIMES, rows, identity=("config", "device"))
     return Done({}, [])
 
 
-def _step(config: RunConfig, device: torch.device) -> Callable[[], object]:
+def _steps(config: RunConfig, device: torch.device, count: int) -> Callable[[], object]:
     """Steps on random bytes: what they cost does not depend on the text."""
     model = build(replace(config, model=replace(config.model, vocab_size=BYTES))).to(device).train()
     step = OptimiserStep(model, replace(config.train, compile="on"), device, Ranks())
     inputs = np.random.default_rng(0).integers(BYTES, size=(config.train.batch_size, config.model.context))
-    numbers = itertools.count()
-    return lambda: step(inputs, np.roll(inputs, -1, axis=1), step=next(numbers), lr=1e-4)
+    targets, numbers = np.roll(inputs, -1, axis=1), itertools.count()
+    return lambda: [step(inputs, targets, step=next(numbers), lr=1e-4) for _ in range(count)]

@@ -623,6 +623,8 @@ def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys, monkeypatch)
     assert {row["evaluation"]["split"] for row in found} == {"test"}
     assert all(row["training_flops_per_token"] > 0 < row["kv_bytes_per_token"] for row in found)
     assert all(abs(row["narrower_rows_flops_per_token"]) < 1 for row in found), "these pack nothing"
+    undrawn.setattr("tokendepth.training.step.compile_blocks", lambda model: None)  # takes seconds each
+    undrawn.setattr("torch.compile", lambda function, **how: function)
     main(["times", "--quick", "--device", "cpu", "--results", str(rows)], PAPER)
     main(["spans", "--quick", "--out", str(tmp_path / "spans"), "--results", str(rows)], PAPER)
     found = read_rows(rows / spans.ROWS)
