@@ -9,6 +9,7 @@ it shows whether short runs order settings as long ones do.
 """
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -195,14 +196,31 @@ def outcomes(results: Path, *, quick: bool = False) -> tuple[Outcomes, list[Entr
 
 
 def outcomes_of(found: list[Entry], results: Path, *files: str) -> Outcomes:
-    """From the rows of `files`, each with the time of a training step where that is known."""
+    """From the rows of `files`."""
     comparison = Comparison("enwik8, bytes", "enwik8-bytes", SEEDS, tuple(e.setting for e in found), files)
     rows = by_experiment([row for name in files for row in rows_so_far(results / name)])
-    times = {same_work(from_dict(row["config"])): row["step_ms"][0] for row in rows_so_far(results / TIMES)}
-    for row in (row for seeds in rows.values() for row in seeds.values()):
-        if (step := times.get(same_work(from_dict(row["config"])))) is not None:
-            row["step_ms"] = step
     return Outcomes(comparison, {entry.setting: entry.config for entry in found}, rows, {})
+
+
+def device_of(row: Row) -> str:
+    return row["device"].removeprefix("NVIDIA ")
+
+
+def step_times(results: Path) -> dict[str, dict[str, float]]:
+    """Median milliseconds of a training step by device, then by what is computed."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows_so_far(results / TIMES):
+        found.setdefault(device_of(row), {})[same_work(from_dict(row["config"]))] = row["step_ms"][0]
+    return dict(sorted(found.items()))
+
+
+def with_steps(found: Outcomes, times: dict[str, float]) -> Outcomes:
+    """The same outcomes with the times of their training steps, by what is computed."""
+    timed: dict[str, dict[int, Row]] = {}
+    for experiment, seeds in found.rows.items():
+        step = times.get(same_work(from_dict(next(iter(seeds.values()))["config"])), math.nan)
+        timed[experiment] = {seed: {**row, "step_ms": step} for seed, row in seeds.items()}
+    return replace(found, rows=timed)
 
 
 @dataclass(frozen=True)

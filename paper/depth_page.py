@@ -5,10 +5,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from paper import contenders, search, spans
+from paper import contenders, search, spans, time_to_loss
 from paper.comparison import judge, table, verdicts, wrapped
 from paper.contenders import DENSE, LONG, SHORT, WARM_UP, Contender
-from paper.depth import TOKENS, Entry, Order, order, outcomes
+from paper.depth import TOKENS, Entry, Order, order, outcomes, step_times, with_steps
 from paper.depth_targets import targets
 from paper.equal_loss import all_models, drawn_decisions, pass_times, shown
 from paper.evidence import BITS, NOT_RUN, needs_report_extra, show
@@ -62,8 +62,9 @@ def document(results: Path, figures: dict[str, str], *, quick: bool = False) -> 
         figures.get("", ""),
         f"## At equal training FLOPs\n\n{trained(found, made)}",
         figures.get("training", ""),
-        f"## At equal training time\n\n{timed(found, made)}",
-        figures.get("time", ""),
+        f"## At equal training time\n\n{timed(found, made, results, figures)}",
+        f"## Time to a loss\n\n{time_to_loss.section(results, quick=quick)}",
+        figures.get("time to a loss", ""),
         f"## At equal loss\n\n{at_equal_loss(results, quick=quick)}",
         f"## Whether the gap grows\n\n{grows(results, quick=quick)}",
         f"## Which width the span wants\n\n{inner_width(results, quick=quick)}",
@@ -194,14 +195,19 @@ def trained(found: Outcomes, made: list[Entry]) -> str:
     return table(["setting", "loss", "dense, same training FLOPs", "difference", "", "training FLOPs"], rows)
 
 
-def timed(found: Outcomes, made: list[Entry]) -> str:
+def timed(found: Outcomes, made: list[Entry], results: Path, figures: dict[str, str]) -> str:
     """What was timed: the step of a run alone on its device, so of all runs, which are equally many steps."""
-    rows = []
-    for entry in made:
-        loss, step = found.stat(entry.setting, "loss"), found.stat(entry.setting, "step_ms")
-        if loss and step and not math.isnan(step.mean):
-            rows.append([entry.setting.title, show(loss), *_beside(found, entry, "step_ms"), f"{step.mean:.2f}"])
-    return table(["setting", "loss", "dense, same time", "difference", "", "ms per training step"], rows)
+    parts = []
+    for device, times in step_times(results).items():
+        there, rows = with_steps(found, times), []
+        for entry in made:
+            loss, step = there.stat(entry.setting, "loss"), there.stat(entry.setting, "step_ms")
+            if loss and step and not math.isnan(step.mean):
+                spent = f"{step.mean:,.0f}" if step.mean >= 100 else f"{step.mean:.2f}"
+                rows.append([entry.setting.title, show(loss), *_beside(there, entry, "step_ms"), spent])
+        titles = ["setting", "loss", "dense, same time", "difference", "", "ms per training step"]
+        parts.append(f"### {device}\n\n{table(titles, rows)}\n{figures.get(device, '')}")
+    return "\n".join(parts) or f"{NOT_RUN}\n"
 
 
 def at_equal_loss(results: Path, *, quick: bool = False) -> str:
@@ -262,7 +268,7 @@ def grows(results: Path, *, quick: bool = False) -> str:
         found, made = spans.outcomes_at(results, scale, quick=quick)
         rows += [[scale.title, *row] for row in _rows_beside(found, made)]
     titles = ["scale", *BESIDE]
-    gains = spans.gains_of_doubling(results, quick=quick)
+    doubled = spans.doublings(results, quick=quick)
     words = (
         "Span routing by a rule and by those learned deciders that did best in the search and at full length, on "
         "validation text, and the best method that decides block by block, beside those dense models of each scale "
@@ -274,8 +280,11 @@ def grows(results: Path, *, quick: bool = False) -> str:
         "only differences compare. What is still to be trained is left out. At the longest trainings six layers stand "
         "for dense models, which is a little more than the FLOPs of the rule."
     )
-    if gains:
-        told = ", ".join(f"{gain:+.2%} from {steps:,} to {2 * steps:,}" for steps, gain in gains.items())
+    if doubled:
+        told = "; ".join(
+            f"from {one.steps:,} to {2 * one.steps:,} {one.test:+.2%} ({one.validation:+.2%} on validation text)"
+            for one in doubled
+        )
         words += f" What twice the steps change in the loss of the dense model with six layers: {told}."
     return f"{wrapped(words)}\n\n{table(titles, rows, words=2)}"
 
@@ -317,14 +326,18 @@ def _beside(found: Outcomes, entry: Entry, by: Cost, bytes_per_token: float = 1.
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
     """The page at `path` and its figures in `figures/` beside it."""
     with needs_report_extra(results):
-        from paper import gaps
-        from paper.tradeoffs import EXECUTED, TIMED, TRAINED, draw
+        from paper import gaps, loss_over_time
+        from paper.tradeoffs import EXECUTED, TRAINED, draw, timed_on
 
     folder, figures = path.parent / "figures", {}
     with disk_faults(folder):
         folder.mkdir(parents=True, exist_ok=True)
     found, _ = outcomes(results, quick=quick)
-    drawn = {axis.name: draw(found, split="test", axis=axis) for axis in (EXECUTED, TRAINED, TIMED)}
+    drawn = {axis.name: draw(found, split="test", axis=axis) for axis in (EXECUTED, TRAINED)}
+    for device, times in step_times(results).items():
+        drawn[device] = draw(with_steps(found, times), split="test", axis=timed_on(device))
+    lines = time_to_loss.lines(results, quick=quick)
+    drawn["time to a loss"] = loss_over_time.draw(lines, step_times(results))
     apart = gaps.gaps(found)
     for scale in spans.SCALES[1:]:
         apart += gaps.gaps(spans.outcomes_at(results, scale, quick=quick)[0], f", {scale.title}", gaps.LARGER)

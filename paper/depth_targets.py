@@ -8,16 +8,18 @@ from typing import Literal
 
 from paper import spans
 from paper.comparison import table, wrapped
-from paper.depth import SEEDS
+from paper.depth import SEEDS, step_times
 from paper.equal_loss import Models, Ratio, all_models, pass_times
 from paper.evidence import NOT_RUN
 from paper.outcomes import OUTSIDE
 from paper.settings import Setting
+from paper.time_to_loss import beside_the_fastest, lines, reached
 from tokendepth.report.summary import DASH, Stat
 
 BETTER = {
     spans.BASE.title: 0.01,
     spans.LONGER.title: 0.01,
+    spans.LONGEST.title: 0.01,
     "width 512": 0.02,
     "width 512, 8,000 steps": 0.02,
 }
@@ -43,11 +45,18 @@ class Target:
 def targets(results: Path, *, quick: bool = False) -> str:
     scales = all_models(results, quick=quick)
     found = [_better(models, BETTER[models.scale]) for models in scales if models.scale in BETTER]
-    found += [_thin(scales[0]), _learned(scales[0]), *_faster(scales, results), _kept(scales)]
+    found += [
+        _thin(scales[0]),
+        _learned(scales[0]),
+        *_faster(scales, results),
+        *_sooner(results, quick=quick),
+        _kept(scales),
+    ]
     words = (
         "Of models with three seeds: the best of all that are routed, in time the span by a rule, each scale and batch "
         "size for itself. With `>` or `<` no dense model that was trained loses as little, and it is beside the best "
-        "of them. What was tried where a target was missed is in the [log](LOG.md)."
+        "of them. Times of training are beside the fastest dense model that was trained long enough to tell: a deeper "
+        "one that was not may be faster. What was tried where a target was missed is in the [log](LOG.md)."
     )
     rows = [target.cells() for target in found]
     return f"{wrapped(words)}\n\n{table(['', 'wanted', 'found', 'reached'], rows)}"
@@ -128,6 +137,17 @@ def _faster(scales: Sequence[Models], results: Path) -> list[Target]:
                     reached = "yes" if 1 / ratio.value >= FASTER else "open" if ratio.bound else "no"
                     found.append(Target(words, f"{FASTER:g}x", ratio.speedup, reached))
     return found or [Target("time of a pass of the span by a rule at its loss", f"{FASTER:g}x", NOT_RUN)]
+
+
+def _sooner(results: Path, *, quick: bool) -> list[Target]:
+    """No target, but one of the two figures that decide whether routing pays."""
+    words, told = "training to the loss of the span by a rule, time of a dense model over its own", []
+    found = list(reached(lines(results, quick=quick)))
+    for device, times in step_times(results).items():
+        for length, (dense, ratio) in beside_the_fastest(found, times).items():
+            where = f"{words}, {device}, {length.steps:,} steps"
+            told.append(Target(where, DASH, f"{ratio.speedup} ({dense.title})"))
+    return told or [Target(words, DASH, NOT_RUN)]
 
 
 def _kept(scales: Sequence[Models]) -> Target:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from paper import spans
-from paper.depth import PASSES, Entry, outcomes
+from paper.depth import PASSES, Entry, device_of, outcomes
 from paper.grid import same_work
 from paper.outcomes import OUTSIDE, Outcomes, interpolate
 from paper.settings import SAME_FLOPS, Setting
@@ -42,7 +42,7 @@ class Ratio:
 def pass_times(results: Path) -> PassTimes:
     found: PassTimes = {}
     for row in rows_so_far(results / PASSES):
-        place = row["device"].removeprefix("NVIDIA "), row["batch"]
+        place = device_of(row), row["batch"]
         found.setdefault(same_work(from_dict(row["config"])), {})[place] = row["pass_ms"][0]
     return found
 

@@ -91,9 +91,9 @@ def _studied(results: Path) -> list[list[str]]:
             title = "dense, six layers" if six else STUDIED[entry.setting.method]
             clocks = [_speed_at_its_loss(found, entry, made, timed, kind, batch) for _, kind, batch in CLOCKS]
             lines.append(["" if lines else "enwik8", title, *_quality(found, entry), *clocks])
-    found, made = spans.outcomes_at(results, spans.LONGER)
+    found, made = spans.outcomes_at(results, spans.LONGEST)
     for entry, name in ((one, STUDIED.get(one.setting.method, "dense, six layers")) for one in made):
-        lines.append(["", f"{name}, {spans.LONGER.title}", *_quality(found, entry), *["\u2014"] * len(CLOCKS)])
+        lines.append(["", f"{name}, {spans.LONGEST.title}", *_quality(found, entry), *["\u2014"] * len(CLOCKS)])
     return lines
 
 

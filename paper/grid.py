@@ -101,12 +101,12 @@ def repeatable(out: Path) -> Iterator[None]:
         raise SweepStopped(number, out) from None
 
 
-def missing(configs: dict[str, RunConfig], *paths: Path, by: Callable[[RunConfig], str] = same) -> dict[str, RunConfig]:
-    """Those configs of which none of the results files at `paths` has a row; `by` tells which are equal."""
-    there = {by(from_dict(row["config"])) for path in paths if path.exists() for row in read_rows(path)}
+def missing(configs: dict[str, RunConfig], *paths: Path) -> dict[str, RunConfig]:
+    """Those configs of which none of the results files at `paths` has a row."""
+    there = {same(from_dict(row["config"])) for path in paths if path.exists() for row in read_rows(path)}
     found: dict[str, RunConfig] = {}
     for name, config in configs.items():
-        if (key := by(config)) not in there:
+        if (key := same(config)) not in there:
             there.add(key)
             found[name] = config
     return found

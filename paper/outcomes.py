@@ -38,7 +38,9 @@ class Executed:
     full_rows_flops: float
     """As `flops_per_token`, but for rows of attention as wide as the context wherever a method packs its tokens."""
     step_ms: float
-    """Of training, alone on its device; not a number where it was not timed."""
+    """Of training, alone on the device that is asked about; not a number where it was not timed."""
+    val_loss: float
+    """Of validation text, at the end of training; not a number where the row does not say."""
 
 
 @dataclass(frozen=True)
@@ -229,4 +231,5 @@ def _executed(seed: int, row: Row, figures: Row) -> Executed:
         training_flops=row.get("training_flops_per_token", math.nan),
         full_rows_flops=figures["flops_per_token"] + row.get("narrower_rows_flops_per_token", 0.0),
         step_ms=row.get("step_ms", math.nan),
+        val_loss=row["history"][-1]["val_loss"] if row.get("history") else math.nan,
     )

@@ -22,7 +22,7 @@ from paper.depth import ROWS as BASE_ROWS
 from paper.depth import SEEDS, Entry, check_names, entries, fill_on_test, outcomes_of
 from paper.evidence import by_experiment
 from paper.grid import Deadline, Progress, first_seeds_first, missing, same
-from paper.outcomes import Outcomes
+from paper.outcomes import Executed, Outcomes
 from paper.search import Search
 from paper.settings import Setting
 from tokendepth import data
@@ -74,6 +74,7 @@ class Scale:
 BASE, TWICE = Scale("width 256, context 256, 4,000 steps"), Scale("8,000 steps", steps=2 * LONG)
 LONGER = Scale("28,000 steps", steps=28_000, layers=(6,), routed=(RULE,))
 """Six layers stand for dense models there: the rule costs a little less than they do, and each run takes minutes."""
+LONGEST = replace(LONGER, title="56,000 steps", steps=56_000)
 BPE = Scale("BPE of 4,096 tokens", tokens="bpe:4096", budget=0.56)
 """4,096, so that at width 256 the head costs about a layer; that of 16,384 would cost more than four.
 
@@ -87,7 +88,7 @@ SCALES = (
     TWICE,
     Scale("width 512, 8,000 steps", width=512, steps=2 * LONG),
     LONGER,
-    replace(LONGER, title="56,000 steps", steps=56_000),
+    LONGEST,
     replace(LONGER, title="112,000 steps", steps=112_000, routed=(), seeds=1),
     BPE,
 )
@@ -102,6 +103,8 @@ DENSE_WITH_MAPS = {
     "method.budget": "1",
 }
 """What makes a dense model of the rule's span with maps: those lead into and out of two layers that all tokens take."""
+LENGTH = ("title", "steps", "layers", "routed", "seeds")
+"""What scales may differ in besides the length of training, and who is trained so long."""
 DENSE_SIX = Setting("dense, 6 layers", "dense", "")
 INNER_WIDTH = "inner width"
 """What those models are called where others are called by their scale."""
@@ -232,17 +235,33 @@ def outcomes_of_widths(results: Path, *, quick: bool = False) -> tuple[Outcomes,
     return outcomes_of(found, results, BASE_ROWS, ROWS), found
 
 
-def gains_of_doubling(results: Path, *, quick: bool = False) -> dict[int, float]:
-    """What twice as many steps give the dense model with six layers: relative, mean over shared seeds, by steps."""
-    losses: dict[int, dict[int, float]] = {}
-    for scale in SCALES:
-        if (scale.width, scale.context, scale.tokens) != (BASE.width, BASE.context, BASE.tokens):
-            continue
+def lengths() -> list[Scale]:
+    """The scales that differ from the first in the length of training alone, and that one; the shortest first."""
+    alike = [one for one in SCALES if replace(one, **{name: getattr(BASE, name) for name in LENGTH}) == BASE]
+    return sorted(alike, key=lambda scale: scale.steps)
+
+
+@dataclass(frozen=True)
+class Doubling:
+    """What twice as many steps give the dense model with six layers: relative, mean over the seeds that both have."""
+
+    steps: int
+    test: float
+    validation: float
+
+
+def doublings(results: Path, *, quick: bool = False) -> list[Doubling]:
+    ended: dict[int, dict[int, Executed]] = {}
+    for scale in lengths():
         found, made = outcomes_at(results, scale, quick=quick)
         if any(entry.setting == DENSE_SIX for entry in made):
-            losses[scale.steps] = {one.seed: one.loss for one in found.executed(DENSE_SIX)}
-    gains = {}
-    for steps, short in losses.items():
-        if shared := short.keys() & losses.get(2 * steps, {}).keys():
-            gains[steps] = mean(losses[2 * steps][seed] / short[seed] - 1 for seed in shared)
-    return dict(sorted(gains.items()))
+            ended[scale.steps] = {one.seed: one for one in found.executed(DENSE_SIX)}
+    gains = []
+    for steps, short in ended.items():
+        long = ended.get(2 * steps, {})
+        if pairs := [(short[seed], long[seed]) for seed in short.keys() & long.keys()]:
+            test, val = (
+                mean(getattr(b, name) / getattr(a, name) - 1 for a, b in pairs) for name in ("loss", "val_loss")
+            )
+            gains.append(Doubling(steps, test, val))
+    return gains

@@ -64,7 +64,11 @@ EXECUTED = Axis(
 TRAINED = Axis(
     "training_flops", "training FLOPs per token", "million FLOPs per token, trained (forward and backward)", "training"
 )
-TIMED = Axis("step_ms", "the time of a training step", "milliseconds per training step", "time", 1e6)
+
+
+def timed_on(device: str) -> Axis:
+    words = f"the time of a training step, {device}"
+    return Axis("step_ms", words, f"milliseconds per training step, {device}", f"time-{device.split()[0].lower()}", 1e6)
 
 
 def draw(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paper import contenders, depth, depth_page, depth_targets, gaps, generated, grid, passes, spans
+from paper import contenders, depth, depth_page, depth_targets, gaps, generated, grid, passes, spans, time_to_loss
 from paper.__main__ import PAPER
 from paper.contenders import CONTENDERS, DECIDERS, DENSE, LONG, RATES, SHORT, Contender
 from paper.equal_loss import Ratio, at_its_loss
@@ -214,6 +214,14 @@ def long_rows(results: Path) -> list[Any]:
     return rows
 
 
+def write_steps(results: Path, milliseconds: dict[depth.Entry, float], device: str) -> None:
+    """Add the times of training steps on a device."""
+    path = results / depth.TIMES
+    rows = json.loads(path.read_text()) if path.exists() else []
+    rows += [{"config": to_dict(e.config), "step_ms": [ms, 1, 99], "device": device} for e, ms in milliseconds.items()]
+    path.write_text(json.dumps(rows))
+
+
 def test_two_tables_at_two_costs(searched):
     """Seven layers' FLOPs executed and five layers' trained: dense models lose 2.3 and 2.5 there."""
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
@@ -266,14 +274,18 @@ def test_packed_rows_are_counted_both_ways(searched):
 def test_losses_over_time_are_those_of_what_was_timed(searched):
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
     found, made = depth.outcomes(searched)
-    assert "| not run |" in depth_page.timed(found, made)
+    assert depth_page.timed(found, made, searched, {}) == "not run\n"
     timed = [entry for entry in made if entry.setting.method in ("dense", "mod")]
-    rows = [{"config": to_dict(e.config), "step_ms": [e.config.model.n_layer, 1, 99]} for e in timed]
-    (searched / depth.TIMES).write_text(json.dumps(rows))
-    found, made = depth.outcomes(searched)
-    lines = depth_page.timed(found, made).splitlines()
+    write_steps(searched, {entry: entry.config.model.n_layer for entry in timed}, "NVIDIA H200")
+    write_steps(searched, {entry: 6 * entry.config.model.n_layer for entry in timed[:-1]} | {timed[-1]: 36.0}, "CPU")
+    cpu, gpu = depth_page.timed(found, made, searched, {"H200": "a picture"}).split("### H200\n")
+    assert cpu.startswith("### CPU\n")
+    *_, last = (line for line in cpu.splitlines() if line.startswith("| "))
+    assert "| 2.4100 | -8.30% ± 0.03% | better | 36.00 |" in last, "six layers' time"
+    lines = [line for line in gpu.splitlines() if line.startswith("| ")]
     assert len(lines) == 2 + len(timed)
     assert "| 2.0100 | +9.95% ± 0.05% | worse | 10.00 |" in lines[-1], "ten layers' time"
+    assert gpu.endswith("\na picture")
 
 
 def test_a_time_holds_however_long_and_at_whatever_rate_a_model_was_trained(searched):
@@ -284,9 +296,6 @@ def test_a_time_holds_however_long_and_at_whatever_rate_a_model_was_trained(sear
     assert grid.same_work(config) == grid.same_work(longer)
     assert len({grid.same_work(one) for one in (config, fewer, other)}) == 3
     assert config.train.warmup == LONG // 8 == longer.train.warmup // 2
-    (searched / depth.TIMES).write_text(json.dumps([{"config": to_dict(config), "step_ms": [1, 1, 1]}]))
-    todo = {"longer": longer, "fewer": fewer}
-    assert list(grid.missing(todo, searched / depth.TIMES, by=grid.same_work)) == ["fewer"]
 
 
 def test_the_picture_of_gaps_has_everybody_that_ran_and_larger_spans(searched, undrawn):
@@ -321,12 +330,12 @@ def test_the_readme_has_what_was_timed_at_equal_loss(searched):
     assert speed == lines["Mixture-of-Depths"][-1] != "not timed", "the same ratio on both"
     assert float(speed.removesuffix("x at its loss")) > 0
     assert lines["budget routing"][-1] == "not timed"
-    assert lines["dense, six layers, 28,000 steps"][2:] == ["not run", "not run", "—", "—", "—"]
-    scaled = {e.setting.method: e.config for e in spans.at_scale(searched, spans.LONGER)}
+    assert lines["dense, six layers, 56,000 steps"][2:] == ["not run", "not run", "—", "—", "—"]
+    scaled = {e.setting.method: e.config for e in spans.at_scale(searched, spans.LONGEST)}
     long = [made_up(scaled["dense"], 2.0, SIX), made_up(scaled["span_rule"], 1.9, SIX)]
     rows = [row | {"evaluation": row["evaluation"] | {"flops_skipped": 0.3}} for row in long]
     (searched / spans.ROWS).write_text(json.dumps(rows))
-    (line,) = (one for one in generated._studied(searched) if one[1].endswith("ends of words, 28,000 steps"))
+    (line,) = (one for one in generated._studied(searched) if one[1].endswith("ends of words, 56,000 steps"))
     assert line[2:] == ["30%", "1.900", "2.000", "—", "—"]
 
 
@@ -373,7 +382,7 @@ def test_what_a_loss_costs_is_compared_with_dense_models_of_that_loss(searched):
 
 def test_targets_stay_in_the_table_reached_or_not(searched):
     """The rule loses 2.1 where dense models lose 2.3, thin ones 2.0 and other deciders 2.2."""
-    assert depth_targets.targets(searched).count("not run") == 8, "nothing ran"
+    assert depth_targets.targets(searched).count("not run") == 10, "nothing ran"
     rows = long_rows(searched)
     for row in rows:
         config, figures = from_dict(row["config"]), row["evaluation"]["sparse"]
@@ -388,9 +397,9 @@ def test_targets_stay_in_the_table_reached_or_not(searched):
     times[-1]["pass_ms"] = [7.2]  # dense models of its loss have nine layers
     (searched / depth.PASSES).write_text(json.dumps(times))
     lines = [line.split(" | ") for line in depth_targets.targets(searched).splitlines() if line.startswith("| ")]
-    better, *scaled, thin, learned, time, kept = ((found, reached[:-2]) for _, _, found, reached in lines[2:])
+    better, *scaled, thin, learned, time, sooner, kept = ((found, reached[:-2]) for _, _, found, reached in lines[2:])
     assert better == (f"-8.66% ± 0.04% ({timed[-1].setting.title})", "yes")
-    assert [found for found, _ in scaled] == ["not run"] * 3
+    assert [found for found, _ in (*scaled, sooner)] == ["not run"] * 5
     assert thin[0].startswith("+5.50% ± 0.50% (")
     assert (learned[1], time, kept[1]) == ("no", ("1.25x", "yes"), "yes")
 
@@ -442,16 +451,66 @@ def test_dense_models_are_there_at_every_scale_and_doubling_is_told(searched):
         layers = [e.config.model.n_layer for e in spans.at_scale(searched, scale) if e.setting.method == "dense"]
         assert layers == ([6, 4, 8, *([12] if scale.title == "width 512" else [])] if scale.routed is None else [6])
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
-    assert spans.gains_of_doubling(searched) == {}, "not run"
+    assert spans.doublings(searched) == [], "not run"
     six = {scale.steps: spans.at_scale(searched, scale)[0].config for scale in spans.SCALES if scale.width == 256}
     losses = {8_000: 2.376, 28_000: 2.0, 56_000: 1.99}
     rows = [made_up(six[steps], loss, SIX) for steps, loss in losses.items()]
+    rows[-1]["history"][-1]["val_loss"] = 1.98
     other_seed = replace(six[28_000], train=replace(six[28_000].train, seed=1))
     (searched / spans.ROWS).write_text(json.dumps([*rows, made_up(other_seed, 3.0, SIX)]))
-    gains = spans.gains_of_doubling(searched)
-    assert gains == {4_000: pytest.approx(-0.01), 28_000: pytest.approx(-0.005)}, "16,000 has not run; of shared seeds"
-    words = "with six layers: -1.00% from 4,000 to 8,000, -0.50% from 28,000 to 56,000."
+    gains = {one.steps: (one.test, one.validation) for one in spans.doublings(searched)}
+    assert list(gains) == [4_000, 28_000], "16,000 has not run"
+    assert gains[4_000] == pytest.approx((-0.01, -0.01))
+    assert gains[28_000] == pytest.approx((-0.005, -0.01)), "of shared seeds"
+    words = "from 4,000 to 8,000 -1.00% (-1.00% on validation text); from 28,000 to 56,000 -0.50% (-1.00% on"
     assert words in depth_page.grows(searched).replace("\n", " ")
+
+
+def trained(searched: Path, losses: dict[str, dict[int, float]]) -> dict[str, depth.Entry]:
+    """Rows of the rule and of dense models, by what they are called and the steps that they were trained for."""
+    rows, found = [], {}
+    for scale in spans.lengths():
+        for entry in spans.at_scale(searched, scale):
+            if (loss := losses.get(entry.setting.title, {}).get(scale.steps)) is not None:
+                found[entry.setting.title] = entry
+                rows.append(made_up(entry.config, loss, SIX))
+    for name in (depth.ROWS, spans.ROWS):
+        (searched / name).write_text(json.dumps(rows))
+    return found
+
+
+def test_time_to_a_loss_is_steps_times_the_time_of_a_step(searched):
+    """Six layers lose 2.2 after the square root of 2 times 4,000 steps and 1.9 after more than 56,000; four: never."""
+    rule = next(e.setting.title for e in spans.at_scale(searched, spans.BASE) if e.setting.method == spans.RULE)
+    six, four, eight = (f"dense, {n} layers" for n in (6, 4, 8))
+    made = trained(searched, {
+        rule: {4_000: 2.2, 28_000: 1.9},
+        six: {4_000: 2.3, 8_000: 2.1, 28_000: 2.0, 56_000: 1.95},
+        four: {4_000: 2.6, 8_000: 2.5},
+        eight: {4_000: 2.1},
+    })  # fmt: skip
+    assert "not run" not in time_to_loss.section(searched)
+    write_steps(searched, {made[rule]: 5, made[six]: 4, made[four]: 3, made[eight]: 5}, "NVIDIA H200")
+    write_steps(searched, {made[rule]: 40, made[six]: 50}, "CPU")
+    table = time_to_loss.section(searched).split("\n\n")[1].splitlines()
+    assert table[0] == "| span, steps | its loss | beside | steps to that loss | time, CPU | time, H200 |"
+    assert table[2:] == [
+        "| 4,000 | 2.2000 (n=1) | dense, 4 layers | >8,000 | — | >1.20x |",
+        "| 4,000 | 2.2000 (n=1) | dense, 6 layers | 5,657 | 1.77x | 1.13x |",
+        "| 28,000 | 1.9000 (n=1) | dense, 6 layers | >56,000 | >2.50x | >1.60x |",
+    ], "eight layers were there sooner than their only training tells"
+    told = depth_targets.targets(searched)
+    assert "H200, 4,000 steps | — | 1.13x (dense, 6 layers) |" in told, "not beside a bound"
+    assert "CPU, 28,000 steps | — | >2.50x (dense, 6 layers) |" in told
+
+
+def test_of_two_bounds_the_higher_tells_more():
+    low, high, reached = Ratio(0.8, bound=True), Ratio(0.5, bound=True), Ratio(0.9)
+    assert time_to_loss._sooner(high, low)
+    assert not time_to_loss._sooner(low, high)
+    assert time_to_loss._sooner(reached, high)
+    assert not time_to_loss._sooner(high, reached)
+    assert time_to_loss._sooner(Ratio(0.95), reached), "what leaves the span less of an advantage"
 
 
 def test_the_longest_trainings_are_of_few_models(searched, monkeypatch):
@@ -572,7 +631,7 @@ def test_contenders_are_ordered_after_short_and_after_long_runs(searched, monkey
 
 def test_what_was_not_run_has_no_number(tmp_path):
     page = depth_page.document(tmp_path, {}).split("### What was chosen")[1].split("## How to read")[0]
-    assert page.count("| not run |") == len(CONTENDERS) + 7
+    assert page.count("| not run |") == len(CONTENDERS) + 6
     assert "±" not in page
 
 
@@ -647,13 +706,16 @@ def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys, monkeypatch)
     assert hashes(rows) == before, "what has its rows is not done again"
     assert not list((tmp_path / "again").glob("*/config.json"))
     page = (tmp_path / "docs" / "WHERE_DEPTH_PAYS.md").read_text()
-    assert "not run" not in page.split("### What was chosen")[1].split("## Which width")[0]
+    assert "\n## Time to a loss\n\nnot run\n" in page, "of one length of training"
+    shown = page.split("### What was chosen")[1].split("## Which width")[0]
+    assert shown.count("not run") == 1
     assert "time, CPU" in page.split("## At equal loss")[1]
     grows = page.split("## Whether the gap grows")[1]
     assert grows.count("\n| BPE of 4,096 tokens |") == len(spans.LAYERS) + 1
-    for name in ("", "-training", "-time"):
-        assert f"figures/compare-enwik8-bytes{name}.png" in page
-        assert (tmp_path / "docs" / "figures" / f"compare-enwik8-bytes{name}.png").stat().st_size
+    drawn = [f"compare-enwik8-bytes{name}" for name in ("", "-training", "-time-cpu")]
+    for name in (*drawn, "loss-over-time-enwik8"):
+        assert f"figures/{name}.png" in page
+        assert (tmp_path / "docs" / "figures" / f"{name}.png").stat().st_size
     assert "out of time" not in capsys.readouterr().out
 
 

@@ -26,7 +26,7 @@ class Points:
     filled: bool = True
 
 
-def _plot(axes: Axes, series: Points) -> object:
+def plot(axes: Axes, series: Points) -> object:
     xs, ys, spreads = zip(*series.points, strict=True)
     size = 9 if series.marker == "*" else 4.5  # a star has little ink
     look = {"fillstyle": "full" if series.filled else "none", "markersize": size, "linewidth": 1.1, "capsize": 2}
@@ -62,7 +62,7 @@ def scatter(
             figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
         ):
             for one in series:
-                handles[one.label] = _plot(axes, one)
+                handles[one.label] = plot(axes, one)
             if len(panels) > 1:
                 axes.set_title(title)
             for (word, x), side in zip((marks or {}).items(), ("right", "left"), strict=False):
