@@ -274,7 +274,7 @@ class Analyse:
 
 @dataclass(frozen=True)
 class Times:
-    """The time of a training step of dense models and of contenders that `depth` trains, nothing else on the device."""
+    """The time of a training step of dense models and of contenders that `depth` trains, alone on the device."""
 
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A contender or control to time beside the dense models; may be given several times; all unless named."""

@@ -29,6 +29,8 @@ from tokendepth.runs.run import Run
 from tokendepth.training.progress import console
 
 ROWS, TIMES, PASSES = "depth.json", "step_times.json", "pass_times.json"
+Times = dict[str, float]
+"""Median milliseconds on one device, by what is computed."""
 TOKENS = 2**20
 SEEDS = 3
 LAYERS = (6, 3, 4, 8, 12)
@@ -206,16 +208,16 @@ def device_of(row: Row) -> str:
     return row["device"].removeprefix("NVIDIA ")
 
 
-def step_times(results: Path) -> dict[str, dict[str, float]]:
-    """Median milliseconds of a training step by device, then by what is computed."""
-    found: dict[str, dict[str, float]] = {}
+def step_times(results: Path) -> dict[str, Times]:
+    """Of training, by device."""
+    found: dict[str, Times] = {}
     for row in rows_so_far(results / TIMES):
         found.setdefault(device_of(row), {})[same_work(from_dict(row["config"]))] = row["step_ms"][0]
     return dict(sorted(found.items()))
 
 
-def with_steps(found: Outcomes, times: dict[str, float]) -> Outcomes:
-    """The same outcomes with the times of their training steps, by what is computed."""
+def with_steps(found: Outcomes, times: Times) -> Outcomes:
+    """The same outcomes with the times of their training steps."""
     timed: dict[str, dict[int, Row]] = {}
     for experiment, seeds in found.rows.items():
         step = times.get(same_work(from_dict(next(iter(seeds.values()))["config"])), math.nan)

@@ -196,7 +196,7 @@ def trained(found: Outcomes, made: list[Entry]) -> str:
 
 
 def timed(found: Outcomes, made: list[Entry], results: Path, figures: dict[str, str]) -> str:
-    """What was timed: the step of a run alone on its device, so of all runs, which are equally many steps."""
+    """A table and a picture for every device on which steps were timed; all trainings are equally many steps."""
     parts = []
     for device, times in step_times(results).items():
         there, rows = with_steps(found, times), []
@@ -207,20 +207,27 @@ def timed(found: Outcomes, made: list[Entry], results: Path, figures: dict[str, 
                 rows.append([entry.setting.title, show(loss), *_beside(there, entry, "step_ms"), spent])
         titles = ["setting", "loss", "dense, same time", "difference", "", "ms per training step"]
         parts.append(f"### {device}\n\n{table(titles, rows)}\n{figures.get(device, '')}")
-    return "\n".join(parts) or f"{NOT_RUN}\n"
+    if not parts:
+        return f"{NOT_RUN}\n"
+    words = (
+        "A compiled step of each model, alone on its device: on a GPU in bfloat16, by a CUDA graph, on a CPU in "
+        "float32, where `--train.compile on` compiles. Losses are those of the tables above, whose models were all "
+        "trained on an H200. On two cores all models took turns, one step each; on the H200 they were timed "
+        "one after the other, and those that are missing there have not been timed."
+    )
+    return "\n".join([f"{wrapped(words)}\n", *parts])
 
 
 def at_equal_loss(results: Path, *, quick: bool = False) -> str:
     """What the loss of a contender costs to run, as a multiple of what dense models of that loss take."""
     timed = pass_times(results)
-    places = sorted({place for times in timed.values() for place in times})
-    titles = ["scale", "setting", "loss", "K/V bytes", *(f"time, {device}, batch {batch}" for device, batch in places)]
+    titles = ["scale", "setting", "loss", "K/V bytes", *(f"time, {device}, batch {batch}" for device, batch in timed)]
     rows = []
     for models in all_models(results, quick=quick):
         for entry in models.routed():
             loss = models.found.stat(entry.setting, "loss")
             assert loss is not None
-            ratios = [models.keys_and_values(entry), *(models.time(entry, timed, place) for place in places)]
+            ratios = [models.keys_and_values(entry), *(models.time(entry, times) for times in timed.values())]
             cells = [show(_per_byte(models.found, entry, loss)), *map(shown, ratios)]
             rows.append([models.scale, entry.setting.title, *cells])
     words = (
@@ -282,7 +289,8 @@ def grows(results: Path, *, quick: bool = False) -> str:
     )
     if doubled:
         told = "; ".join(
-            f"from {one.steps:,} to {2 * one.steps:,} {one.test:+.2%} ({one.validation:+.2%} on validation text)"
+            f"from {one.steps:,} to {2 * one.steps:,} {one.test.text('+.2%')}"
+            f"{' with one seed' if one.test.std is None else ''} ({one.validation.text('+.2%')} on validation text)"
             for one in doubled
         )
         words += f" What twice the steps change in the loss of the dense model with six layers: {told}."

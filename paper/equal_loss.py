@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from paper import spans
-from paper.depth import PASSES, Entry, device_of, outcomes
+from paper.depth import PASSES, Entry, Times, device_of, outcomes
 from paper.grid import same_work
 from paper.outcomes import OUTSIDE, Outcomes, interpolate
 from paper.settings import SAME_FLOPS, Setting
@@ -18,8 +18,6 @@ Place = tuple[str, int]
 """A device and a batch size."""
 DRAWN = "drawn"
 """What a row of a pass says of decisions that were not the model's own."""
-PassTimes = dict[str, dict[Place, float]]
-"""Median milliseconds by what is computed, device and batch size."""
 Costs = Callable[[Setting], float | None]
 
 
@@ -39,12 +37,12 @@ class Ratio:
         return f"{'>' if self.bound else ''}{1 / self.value:.2f}x"
 
 
-def pass_times(results: Path) -> PassTimes:
-    found: PassTimes = {}
+def pass_times(results: Path) -> dict[Place, Times]:
+    found: dict[Place, Times] = {}
     for row in rows_so_far(results / PASSES):
         place = device_of(row), row["batch"]
-        found.setdefault(same_work(from_dict(row["config"])), {})[place] = row["pass_ms"][0]
-    return found
+        found.setdefault(place, {})[same_work(from_dict(row["config"]))] = row["pass_ms"][0]
+    return dict(sorted(found.items()))
 
 
 def drawn_decisions(results: Path) -> str:
@@ -98,8 +96,9 @@ class Models:
 
         return at_its_loss(self.found, entry, self.made, kept)
 
-    def time(self, entry: Entry, timed: PassTimes, place: Place) -> Ratio | Literal["outside"] | None:
-        costs = {one.setting: timed.get(same_work(one.config), {}).get(place) for one in self.made}
+    def time(self, entry: Entry, times: Times) -> Ratio | Literal["outside"] | None:
+        """Of passes; or of training, since all of a scale take as many steps."""
+        costs = {one.setting: times.get(same_work(one.config)) for one in self.made}
         return at_its_loss(self.found, entry, self.made, costs.get)
 
 

@@ -28,6 +28,7 @@ from paper.settings import Setting
 from tokendepth import data
 from tokendepth.config import RunConfig, SpanConfig, override
 from tokendepth.errors import UserError, did_you_mean
+from tokendepth.report.summary import Stat
 from tokendepth.runs.results import rows_so_far
 
 ROWS = "spans.json"
@@ -72,9 +73,9 @@ class Scale:
 
 
 BASE, TWICE = Scale("width 256, context 256, 4,000 steps"), Scale("8,000 steps", steps=2 * LONG)
-LONGER = Scale("28,000 steps", steps=28_000, layers=(6,), routed=(RULE,))
+SEVEN_TIMES = Scale("28,000 steps", steps=28_000, layers=(6,), routed=(RULE,))
 """Six layers stand for dense models there: the rule costs a little less than they do, and each run takes minutes."""
-LONGEST = replace(LONGER, title="56,000 steps", steps=56_000)
+FOURTEEN_TIMES = replace(SEVEN_TIMES, title="56,000 steps", steps=56_000)
 BPE = Scale("BPE of 4,096 tokens", tokens="bpe:4096", budget=0.56)
 """4,096, so that at width 256 the head costs about a layer; that of 16,384 would cost more than four.
 
@@ -87,9 +88,9 @@ SCALES = (
     Scale("context 1,024", context=1024),
     TWICE,
     Scale("width 512, 8,000 steps", width=512, steps=2 * LONG),
-    LONGER,
-    LONGEST,
-    replace(LONGER, title="112,000 steps", steps=112_000, routed=(), seeds=1),
+    SEVEN_TIMES,
+    FOURTEEN_TIMES,
+    replace(SEVEN_TIMES, title="112,000 steps", steps=112_000, routed=(), seeds=1),
     BPE,
 )
 """The one most asked for first: a call that is cut short has it."""
@@ -103,8 +104,6 @@ DENSE_WITH_MAPS = {
     "method.budget": "1",
 }
 """What makes a dense model of the rule's span with maps: those lead into and out of two layers that all tokens take."""
-LENGTH = ("title", "steps", "layers", "routed", "seeds")
-"""What scales may differ in besides the length of training, and who is trained so long."""
 DENSE_SIX = Setting("dense, 6 layers", "dense", "")
 INNER_WIDTH = "inner width"
 """What those models are called where others are called by their scale."""
@@ -237,17 +236,18 @@ def outcomes_of_widths(results: Path, *, quick: bool = False) -> tuple[Outcomes,
 
 def lengths() -> list[Scale]:
     """The scales that differ from the first in the length of training alone, and that one; the shortest first."""
-    alike = [one for one in SCALES if replace(one, **{name: getattr(BASE, name) for name in LENGTH}) == BASE]
+    shape = BASE.width, BASE.context, BASE.tokens, BASE.budget
+    alike = [one for one in SCALES if (one.width, one.context, one.tokens, one.budget) == shape]
     return sorted(alike, key=lambda scale: scale.steps)
 
 
 @dataclass(frozen=True)
 class Doubling:
-    """What twice as many steps give the dense model with six layers: relative, mean over the seeds that both have."""
+    """What twice as many steps give the dense model with six layers: relative, by the seeds that both have."""
 
     steps: int
-    test: float
-    validation: float
+    test: Stat
+    validation: Stat
 
 
 def doublings(results: Path, *, quick: bool = False) -> list[Doubling]:
@@ -260,8 +260,7 @@ def doublings(results: Path, *, quick: bool = False) -> list[Doubling]:
     for steps, short in ended.items():
         long = ended.get(2 * steps, {})
         if pairs := [(short[seed], long[seed]) for seed in short.keys() & long.keys()]:
-            test, val = (
-                mean(getattr(b, name) / getattr(a, name) - 1 for a, b in pairs) for name in ("loss", "val_loss")
-            )
-            gains.append(Doubling(steps, test, val))
+            test = Stat(tuple(after.loss / before.loss - 1 for before, after in pairs))
+            validation = Stat(tuple(after.val_loss / before.val_loss - 1 for before, after in pairs))
+            gains.append(Doubling(steps, test, validation))
     return gains

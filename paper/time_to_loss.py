@@ -1,7 +1,7 @@
-"""How long a dense model trains to the loss that span routing reaches: steps, and times of steps on every device.
+"""How many steps a dense model takes to the loss that span routing reaches, and how long that is on every device.
 
-Models of one depth at several lengths of training are a line: between two lengths a loss falls evenly with the
-logarithm of the steps.
+A dense model of one depth has a loss at every length that it was trained for; between two lengths the loss is taken to
+fall evenly with the logarithm of the steps. Losses are means over the seeds that all of these trainings have.
 """
 
 import math
@@ -9,35 +9,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
+from typing import Literal
 
 from paper import spans
 from paper.comparison import table, wrapped
-from paper.depth import step_times
-from paper.equal_loss import Ratio
-from paper.evidence import NOT_RUN, show
+from paper.depth import Times, step_times
+from paper.equal_loss import all_models
+from paper.evidence import NOT_RUN
 from paper.grid import same_work
-from tokendepth.report.summary import DASH, Stat
+from tokendepth.report.summary import DASH
 
-Times = dict[str, float]
-"""Milliseconds of a step by what is computed."""
-
-
-@dataclass(frozen=True)
-class Length:
-    """What came out of one length of training."""
-
-    steps: int
-    loss: Stat
+Bound = Literal["", "<", ">"]
+"""Before its shortest training ended; not with its longest."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One model at all lengths of training that it has, the shortest first."""
+    """One model and its losses: by the steps that it was trained for, the fewest first, then by seed."""
 
     title: str
     method: str
     work: str
-    lengths: list[Length]
+    losses: dict[int, dict[int, float]]
 
 
 @dataclass(frozen=True)
@@ -45,71 +39,62 @@ class Reached:
     """A length of the span's training, and the steps that a dense model takes to the same loss."""
 
     span: Line
-    length: Length
+    length: int
+    loss: float
+    seeds: int
     dense: Line
     steps: float
-    bound: bool
-    """It did not get there in so many."""
+    bound: Bound
 
-    def ratio(self, times: Times) -> Ratio | None:
-        """The span's time over the dense model's, where both were timed."""
+    def times_as_long(self, times: Times) -> str:
+        """The dense model's time over the span's, where both were timed."""
         mine, theirs = (times.get(line.work) for line in (self.span, self.dense))
         if mine is None or theirs is None:
-            return None
-        return Ratio(self.length.steps * mine / (self.steps * theirs), self.bound)
+            return DASH
+        return f"{self.bound}{self.steps * theirs / (self.length * mine):.2f}x"
 
 
 def lines(results: Path, *, quick: bool = False) -> list[Line]:
-    """Dense models and the span by a rule, those of fewer layers first."""
-    found: dict[str, Line] = {}
-    for scale in spans.lengths():
-        outcomes, made = spans.outcomes_at(results, scale, quick=quick)
-        for entry in made:
-            loss = outcomes.stat(entry.setting, "loss")
-            if loss is not None and entry.setting.method in ("dense", spans.RULE):
-                title, method = entry.setting.title, entry.setting.method
-                line = found.setdefault(title, Line(title, method, same_work(entry.config), []))
-                line.lengths.append(Length(scale.steps, loss))
-    return sorted(found.values(), key=lambda line: -line.lengths[0].loss.mean)
-
-
-def steps_to(loss: float, line: Line) -> float | None:
-    """None: it was there before its shortest length, or was not with its longest."""
-    for before, after in pairwise(line.lengths):
-        high, low = before.loss.mean, after.loss.mean
-        if low <= loss <= high:
-            done = (high - loss) / (high - low)
-            return math.exp(math.log(before.steps) + done * math.log(after.steps / before.steps))
-    return None
+    """Dense models, those with fewer layers first, and the span by a rule."""
+    steps, found = {scale.title: scale.steps for scale in spans.lengths()}, dict[str, tuple[int, Line]]()
+    models = [models for models in all_models(results, quick=quick) if models.scale in steps]
+    for one in sorted(models, key=lambda models: steps[models.scale]):
+        for entry in one.made:
+            title, method, ran = entry.setting.title, entry.setting.method, one.found.executed(entry.setting)
+            if ran and method in ("dense", spans.RULE):
+                new = Line(title, method, same_work(entry.config), {})
+                _, line = found.setdefault(title, (entry.config.model.n_layer, new))
+                line.losses[steps[one.scale]] = {seed.seed: seed.loss for seed in ran}
+    by_layers = sorted(found.values(), key=lambda one: (one[1].method == spans.RULE, one[0]))
+    return [line for _, line in by_layers]
 
 
 def reached(found: list[Line]) -> Iterator[Reached]:
-    """For every length of the span each dense model that tells something: it got there, or it did not in more steps."""
+    """For every length of the span all dense models that tell something."""
     for span in (line for line in found if line.method == spans.RULE):
-        for length in span.lengths:
+        for length, losses in span.losses.items():
             for dense in (line for line in found if line.method == "dense"):
-                steps, last = steps_to(length.loss.mean, dense), dense.lengths[-1]
-                if steps is not None:
-                    yield Reached(span, length, dense, steps, bound=False)
-                elif last.steps > length.steps and last.loss.mean > length.loss.mean:
-                    yield Reached(span, length, dense, last.steps, bound=True)
+                if not (seeds := set(losses).intersection(*dense.losses.values())):
+                    continue
+                loss = mean(losses[seed] for seed in seeds)
+                curve = {steps: mean(by_seed[seed] for seed in seeds) for steps, by_seed in dense.losses.items()}
+                steps, bound = steps_to(loss, curve)
+                if bound != ">" or steps > length:  # else it was not given the time to get there
+                    yield Reached(span, length, loss, len(seeds), dense, steps, bound)
 
 
-def beside_the_fastest(found: list[Reached], times: Times) -> dict[Length, tuple[Line, Ratio]]:
-    """For every length of the span the dense model that is soonest at its loss; where none is, that with the bound."""
-    best: dict[Length, tuple[Line, Ratio]] = {}
-    for one in found:
-        ratio = one.ratio(times)
-        if ratio is not None and (one.length not in best or _sooner(ratio, best[one.length][1])):
-            best[one.length] = one.dense, ratio
-    return best
-
-
-def _sooner(ratio: Ratio, other: Ratio) -> bool:
-    """Whether a dense model leaves the span less of an advantage; of mere bounds the highest tells most."""
-    if ratio.bound != other.bound:
-        return other.bound
-    return (ratio.value > other.value) != ratio.bound
+def steps_to(loss: float, curve: dict[int, float]) -> tuple[float, Bound]:
+    """On a dense model's losses by steps, the fewest first."""
+    (first, highest), *_, (last, lowest) = *curve.items(), *curve.items()
+    if loss >= highest:
+        return first, "<"
+    if loss < lowest:
+        return last, ">"
+    for (before, high), (after, low) in pairwise(curve.items()):
+        if low <= loss:
+            done = (high - loss) / (high - low)
+            return math.exp(math.log(before) + done * math.log(after / before)), ""
+    raise AssertionError("a loss between the highest and the lowest is between two neighbours")
 
 
 def section(results: Path, *, quick: bool = False) -> str:
@@ -118,16 +103,17 @@ def section(results: Path, *, quick: bool = False) -> str:
         return f"{NOT_RUN}\n"
     words = (
         "How long a dense model trains to the loss that the span by a rule has after so many steps, as a multiple of "
-        "the span's time: steps times the time of a step on each device. Between two lengths of its training a dense "
-        "model's loss falls evenly with the logarithm of the steps; `>`: it was not there after its longest. Only "
-        "models that were trained long enough to tell stand here, so beside the longest trainings deeper dense models "
-        "are missing, which may be faster than six layers are."
+        "the span's time: steps times the time of a step. Losses are means over the seeds that all trainings of a row "
+        "have, n of them. Between two lengths of its training a dense model's loss is taken to fall evenly with the "
+        "logarithm of the steps, which makes its time a little too long, since losses fall faster at first. `>`: it "
+        "was not there after its longest training; `<`: it was there before the end of its shortest. Beside long "
+        "trainings stand only models that were trained so long: deeper ones are better, so they may take less time "
+        "than these."
     )
     rows = []
     for one in found:
-        steps = f"{'>' if one.bound else ''}{one.steps:,.0f}"
-        ratios = [one.ratio(times) for times in devices.values()]
-        told = [DASH if ratio is None else ratio.speedup for ratio in ratios]
-        rows.append([f"{one.length.steps:,}", show(one.length.loss), one.dense.title, steps, *told])
+        told = [one.times_as_long(times) for times in devices.values()]
+        cells = [one.dense.title, f"{one.bound}{one.steps:,.0f}", *told]
+        rows.append([f"{one.length:,}", f"{one.loss:.4f} (n={one.seeds})", *cells])
     titles = ["span, steps", "its loss", "beside", "steps to that loss", *(f"time, {device}" for device in devices)]
     return f"{wrapped(words)}\n\n{table(titles, rows)}"

@@ -1,7 +1,8 @@
-"""The time of a training step of what `depth` trains, alone on its device: what training time is told by.
+"""The time of a training step of what `depth` trains, alone on its device: times of training are computed from it.
 
-Compiled, as training on a GPU is and as a CPU is faster, too; all take turns, so that drift hits all alike. On a GPU a
-turn is some steps in a row: the first of them would find another model's graph and weights.
+Compiled on every device, which is faster on a CPU, too. All models of a call take turns, so that drift hits them alike;
+so whatever is compared belongs into one call. On a GPU a turn is some steps in a row, since the first of them finds
+another model's graph and weights. Rows are written at the end.
 
     from paper.times import times
     times(only=("budget", "mod"))           # nothing else may run on the device meanwhile
@@ -24,7 +25,7 @@ from tokendepth.errors import UserError
 from tokendepth.measure.clock import WARM_UP, interleaved, quartiles
 from tokendepth.methods import build
 from tokendepth.progress import Progress
-from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.machine import choose_device, environment, freed_memory_kept
 from tokendepth.runs.results import add_rows
 from tokendepth.training.ranks import Ranks
 from tokendepth.training.step import OptimiserStep
@@ -48,21 +49,23 @@ def times(
     if not found:
         raise UserError(f"{results} has no complete search yet; run: python -m paper search")
     found = [entry for entry in found if not only or entry.setting.method in ("dense", *only)]
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # else a model too many would run, and be timed, uncompiled
-    steps, repeats, in_a_row = {}, REPEATS[where.type], IN_A_ROW[where.type]
-    with Progress("steps: compiling", len(found), unit="models", show=show) as progress:
-        for entry in found:
-            steps[entry] = _steps(entry.config, where, in_a_row)
-            steps[entry]()
-            progress.advance()
-    with Progress("steps: timing", WARM_UP + repeats, unit="rounds", show=show) as progress:
-        spent = interleaved(steps, repeats, where, progress=progress)
+    repeats, in_a_row = REPEATS[where.type], IN_A_ROW[where.type]
+    # Else a model too many would run, and be timed, uncompiled.
+    with freed_memory_kept(where), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        steps = {}
+        with Progress("steps: compiling", len(found), unit="models", show=show) as progress:
+            for entry in found:
+                steps[entry] = _steps(entry.config, where, in_a_row)
+                steps[entry]()
+                progress.advance()
+        with Progress("steps: timing", WARM_UP + repeats, unit="rounds", show=show) as progress:
+            spent = interleaved(steps, repeats, where, progress=progress)
     rows = []
     for entry, turns in spent.items():
         about = {"name": entry.setting.title, "config": to_dict(work_of(entry.config))}
         rows.append({**about, "step_ms": quartiles([turn / in_a_row for turn in turns]), **environment(where)})
     add_rows(results / TIMES, rows, identity=("config", "device"))
-    return Done({}, [])
+    return Done()
 
 
 def _steps(config: RunConfig, device: torch.device, count: int) -> Callable[[], object]:

@@ -1,6 +1,7 @@
 """From the outcomes of a comparison to its picture; on a method's page, with that method alone in colour."""
 
 import math
+import re
 from dataclasses import dataclass
 
 from paper.outcomes import Cost, Outcomes
@@ -68,7 +69,8 @@ TRAINED = Axis(
 
 def timed_on(device: str) -> Axis:
     words = f"the time of a training step, {device}"
-    return Axis("step_ms", words, f"milliseconds per training step, {device}", f"time-{device.split()[0].lower()}", 1e6)
+    name = re.sub("[^a-z0-9]+", "-", f"time {device}".lower())
+    return Axis("step_ms", words, f"milliseconds per training step, {device}", name, 1e6)
 
 
 def draw(

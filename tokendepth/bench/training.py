@@ -25,7 +25,7 @@ from tokendepth.config import (
 from tokendepth.measure.clock import WARM_UP, interleaved, quartiles
 from tokendepth.methods import build
 from tokendepth.progress import Progress
-from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.machine import choose_device, environment, freed_memory_kept
 from tokendepth.runs.results import Row, add_rows
 from tokendepth.training.loop import train
 from tokendepth.training.ranks import Ranks
@@ -97,7 +97,10 @@ def _step(shape: str, model: ModelConfig, batch: int, methods: Methods, device: 
         return lambda: step(inputs, np.roll(inputs, -1, axis=1), step=next(number), lr=1e-4)
 
     repeats = 100 if on_gpu else 9
-    with Progress(f"{shape}: timing {', '.join(steps)}", WARM_UP + repeats, unit="rounds") as progress:
+    with (
+        freed_memory_kept(device),  # as in training
+        Progress(f"{shape}: timing {', '.join(steps)}", WARM_UP + repeats, unit="rounds") as progress,
+    ):
         times = interleaved({name: taken(step) for name, step in steps.items()}, repeats, device, progress=progress)
     ratios = {
         "ratio" if name == "tsa" else f"{name}_ratio": quartiles(

@@ -1,11 +1,14 @@
 """Which device to use, and the facts about this machine that a result has to carry."""
 
+import contextlib
 import ctypes
 import importlib.metadata
+import itertools
 import math
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -38,16 +41,44 @@ def memory_bytes(device: torch.device) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
+_keepers = itertools.count(1)
+_keeping: set[int] = set()
+"""Who wants freed memory to be kept now."""
+
+
 def keep_freed_memory() -> None:
     """Keep freed memory in this process, for its next allocation.
 
     glibc returns large blocks to the system, which clears their pages anew when they are next touched: a fifth of a
     forward pass at the paper's shape. With another C library nothing is done.
     """
-    if platform.libc_ver()[0] == "glibc":
-        libc, trim_threshold, mmap_max = ctypes.CDLL(None), -1, -4
-        libc.mallopt(trim_threshold, -1)  # never return the end of the heap
-        libc.mallopt(mmap_max, 0)  # no blocks outside the heap
+    _keeping.add(next(_keepers))
+    _tell_glibc()
+
+
+@contextlib.contextmanager
+def freed_memory_kept(device: torch.device) -> Iterator[None]:
+    """The same within, for work on a CPU; what is free then is returned, unless somebody else wants it kept."""
+    if device.type != "cpu":
+        yield
+        return
+    _keeping.add(me := next(_keepers))
+    _tell_glibc()
+    try:
+        yield
+    finally:
+        _keeping.discard(me)
+        _tell_glibc()
+
+
+def _tell_glibc() -> None:
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc, trim_threshold, mmap_max = ctypes.CDLL(None), -1, -4
+    libc.mallopt(trim_threshold, -1 if _keeping else 128 * 1024)  # how much at the end of the heap is not returned
+    libc.mallopt(mmap_max, 0 if _keeping else 65_536)  # how many blocks may lie outside the heap
+    if not _keeping:
+        libc.malloc_trim(0)
 
 
 def describe_device(device: torch.device) -> str:

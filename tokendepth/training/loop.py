@@ -26,7 +26,7 @@ from tokendepth.model import LanguageModel
 from tokendepth.progress import Progress
 from tokendepth.runs.files import disk_faults, json_bytes
 from tokendepth.runs.lock import only_one
-from tokendepth.runs.machine import choose_device, environment
+from tokendepth.runs.machine import choose_device, environment, freed_memory_kept
 from tokendepth.runs.run import Checkpoint, Run, config_bytes
 from tokendepth.streams import lenient_stderr
 from tokendepth.trace import DepthTotals
@@ -66,6 +66,7 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: boo
         held.enter_context(lenient_stderr())  # nobody who looks is no reason to stop
         held.callback(torch.set_num_threads, torch.get_num_threads())
         held.callback(ranks.leave)
+        held.enter_context(freed_memory_kept(device))  # a step frees what the next one allocates
         show = show and ranks.rank == 0
         # In a terminal a corpus that takes long to load has a bar of its own.
         with Progress(f"preparing {Run(Path(out)).name}", show=show and not console.is_terminal):

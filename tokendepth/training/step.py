@@ -20,7 +20,6 @@ from tokendepth.config import TrainConfig
 from tokendepth.data.dataset import NO_LOSS
 from tokendepth.errors import UserError
 from tokendepth.model import Block, LanguageModel
-from tokendepth.runs.machine import keep_freed_memory
 from tokendepth.training.ranks import Ranks
 from tokendepth.training.retrofit import Teacher
 
@@ -57,8 +56,6 @@ class OptimiserStep:
     ) -> None:
         self.model, self.config, self.device, self.ranks, self.teacher = model, config, device, ranks, teacher
         on_gpu = device.type == "cuda"
-        if not on_gpu:
-            keep_freed_memory()  # a step frees what the next one allocates
         bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu and torch.cuda.is_bf16_supported())
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
         worth_compiling = on_gpu and config.steps >= STEPS_THAT_REPAY_COMPILING and find_spec("triton") is not None
