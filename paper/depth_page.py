@@ -211,9 +211,9 @@ def timed(found: Outcomes, made: list[Entry], results: Path, figures: dict[str, 
         return f"{NOT_RUN}\n"
     words = (
         "A compiled step of each model, alone on its device: on a GPU in bfloat16, by a CUDA graph, on a CPU in "
-        "float32, where `--train.compile on` compiles. Losses are those of the tables above, whose models were all "
-        "trained on an H200. On two cores all models took turns, one step each; on the H200 they were timed "
-        "one after the other, and those that are missing there have not been timed."
+        "float32, where `--train.compile on` compiles. Losses are those of the tables above, of the same models on "
+        "every device. What has not been timed on a device is missing there; how it was timed is in the "
+        "[log](LOG.md)."
     )
     return "\n".join([f"{wrapped(words)}\n", *parts])
 

@@ -7,7 +7,6 @@ fall evenly with the logarithm of the steps. Losses are means over the seeds tha
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Literal
@@ -18,6 +17,7 @@ from paper.depth import Times, step_times
 from paper.equal_loss import all_models
 from paper.evidence import NOT_RUN
 from paper.grid import same_work
+from paper.outcomes import interpolate
 from tokendepth.report.summary import DASH
 
 Bound = Literal["", "<", ">"]
@@ -84,17 +84,14 @@ def reached(found: list[Line]) -> Iterator[Reached]:
 
 
 def steps_to(loss: float, curve: dict[int, float]) -> tuple[float, Bound]:
-    """On a dense model's losses by steps, the fewest first."""
-    (first, highest), *_, (last, lowest) = *curve.items(), *curve.items()
-    if loss >= highest:
-        return first, "<"
-    if loss < lowest:
-        return last, ">"
-    for (before, high), (after, low) in pairwise(curve.items()):
-        if low <= loss:
-            done = (high - loss) / (high - low)
-            return math.exp(math.log(before) + done * math.log(after / before)), ""
-    raise AssertionError("a loss between the highest and the lowest is between two neighbours")
+    """On a dense model's losses by steps."""
+    shortest, longest = min(curve), max(curve)
+    if loss >= curve[shortest]:
+        return shortest, "<"
+    if loss < curve[longest]:
+        return longest, ">"
+    line = sorted((height, math.log(steps)) for steps, height in curve.items())
+    return math.exp(float(interpolate(line, loss, beyond=0.0))), ""
 
 
 def section(results: Path, *, quick: bool = False) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import importlib.metadata
-import itertools
 import math
 import os
 import platform
@@ -41,8 +40,7 @@ def memory_bytes(device: torch.device) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
-_keepers = itertools.count(1)
-_keeping: set[int] = set()
+_keeping: set[object] = set()
 """Who wants freed memory to be kept now."""
 
 
@@ -52,7 +50,7 @@ def keep_freed_memory() -> None:
     glibc returns large blocks to the system, which clears their pages anew when they are next touched: a fifth of a
     forward pass at the paper's shape. With another C library nothing is done.
     """
-    _keeping.add(next(_keepers))
+    _keeping.add("as long as the process lives")
     _tell_glibc()
 
 
@@ -62,7 +60,7 @@ def freed_memory_kept(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    _keeping.add(me := next(_keepers))
+    _keeping.add(me := object())
     _tell_glibc()
     try:
         yield
