@@ -25,6 +25,7 @@ from tokendepth.methods.budget import gain_target
 from tokendepth.methods.mod import Selected
 from tokendepth.methods.span import ROOM, Span
 from tokendepth.methods.span_bypass import Bypass
+from tokendepth.methods.span_carry import Passing
 from tokendepth.methods.span_deciders import Boundary, Entropy, WordEnds, ends_word, ratio_loss, taught_loss
 from tokendepth.model import Block, LanguageModel
 from tokendepth.runs.run import Run
@@ -164,28 +165,27 @@ def test_rotary_positions_are_the_true_ones():
     assert not close(found[0], found[1])
 
 
-@torch.no_grad()
-def test_smoothed_updates_by_hand():
-    """Tokens 0, 2 and 3 are active, with p = 1 (the first), 0.25 and 0.5 by sigmoid(s - tau)."""
-    method = method_of(span(carry="smooth").eval())
-    update = torch.tensor([8.0, 0.0, 16.0, 2.0, 0.0])[None, :, None]
-    active = torch.tensor([[True, False, True, True, False]])
-    score = torch.tensor([[-9.0, 7.0, 2.0 - math.log(3), 2.0, 7.0]])
-    ctx = Context(positions=torch.arange(5))
-    # z = 8, then 0.25 * 16 + 0.75 * 8 = 10, then 0.5 * 2 + 0.5 * 10 = 6
-    carried = method._passed_on(update, active, score, 2.0, ctx)
-    assert carried.flatten().tolist() == pytest.approx([8, 8, 10, 6, 6])
+BY_HAND = {
+    # p = 1 (the first), 0.25 and 0.5 by sigmoid(s - tau): z = 8, 0.25 * 16 + 0.75 * 8 = 10, 0.5 * 2 + 0.5 * 10 = 6.
+    "smooth": (2.0, [-9.0, 7.0, 2.0 - math.log(3), 2.0, 7.0], [8, 8, 10, 6, 6]),
+    # Weighted by sigmoid(s) = 0.5, 0.75 and 0.5, and carried on.
+    "last": (-1.0, [0.0, 7.0, math.log(3), 0.0, 7.0], [4, 4, 12, 1, 1]),
+}
 
 
+@pytest.mark.parametrize("carry", BY_HAND)
 @torch.no_grad()
-def test_the_last_update_by_hand():
-    """Weighted by sigmoid(s) = 0.5, 0.75 and 0.5 at tokens 0, 2 and 3, and carried on."""
-    method = method_of(span(carry="last").eval())
-    update = torch.tensor([8.0, 0.0, 16.0, 2.0, 0.0])[None, :, None]
-    active = torch.tensor([[True, False, True, True, False]])
-    score = torch.tensor([[0.0, 7.0, math.log(3), 0.0, 7.0]])
-    carried = method._passed_on(update, active, score, -1.0, Context())
-    assert carried.flatten().tolist() == pytest.approx([4, 4, 12, 1, 1])
+def test_carried_updates_by_hand(carry):
+    """Tokens 0, 2 and 3 are active; of all tokens, and of these as rows with one more that fills them up."""
+    threshold, scores, expected = BY_HAND[carry]
+    active, ctx = torch.tensor([[True, False, True, True, False]]), Context(positions=torch.arange(5))
+    decider = method_of(span(carry=carry).eval()).decider
+    passing = Passing(carry, decider, active, torch.tensor([scores]), threshold, ctx)
+    hidden = torch.full((1, 5, 1), 100.0)
+    state = hidden + torch.tensor([8.0, 0.0, 16.0, 2.0, 0.0])[None, :, None]
+    assert (passing.updated(hidden, state) - hidden).flatten().tolist() == pytest.approx(expected)
+    rows, places = torch.tensor([[[8.0], [16.0], [2.0], [-5.0]]]), torch.tensor([[0, 2, 3, 4]])
+    assert (passing.updated_by_rows(hidden, rows, places) - hidden).flatten().tolist() == pytest.approx(expected)
 
 
 # --- the deciders -----------------------------------------------------------------------------------------------------
@@ -499,11 +499,20 @@ def test_who_finds_no_room_scores_lowest_of_its_sequence():
 # --- skipping ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("knobs", [{"keys": "active"}, {"keys": "all"}, {"width": 48}], ids=str)
+PACKED = (
+    {"keys": "active"}, {"keys": "all"}, {"width": 48}, {"carry": "none"}, {"decide": "dice"},
+    {"decide": "boundary", "carry": "smooth"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("knobs", PACKED, ids=str)
 @each_shape
-def test_training_that_packs_is_training_that_masks(shape, knobs):
+def test_training_that_packs_is_training_that_masks(shape, knobs, monkeypatch):
     """Losses and gradients, against the reference execution with the decisions that training took."""
     ids = tokens(6)
+    monkeypatch.setattr(
+        Boundary, "confidence", lambda self, p, active: torch.ones_like(p)
+    )  # has a gradient in training
 
     def gradients(masked: bool) -> tuple[float, list[Tensor]]:
         model = span(shape, budget=0.4, **knobs).train()

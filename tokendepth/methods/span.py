@@ -41,6 +41,7 @@ from tokendepth.methods.base import Dial, Method, annealed, blocks_of, divergenc
 from tokendepth.methods.budget import CURVE, gain_target, quantile, threshold_for
 from tokendepth.methods.mod import Selected, among_site
 from tokendepth.methods.span_bypass import Bypass, rms
+from tokendepth.methods.span_carry import Passing
 from tokendepth.methods.span_deciders import (
     QUANTILE,
     Boundary,
@@ -53,7 +54,6 @@ from tokendepth.methods.span_deciders import (
     taught_loss,
 )
 from tokendepth.model import Block, MethodOutput
-from tokendepth.ops.carry_on import carry_on
 from tokendepth.ops.decide import Decision, decide
 from tokendepth.ops.rows import ChosenRows, compact, first_places, last_active, put, put_active, take
 from tokendepth.trace import Site
@@ -112,9 +112,8 @@ class Span(ExactBuffers, Method):
         fewer_keys, losses = None, {}
         if self.training:
             threshold = self._training_threshold(ranked, ctx)
-            state, active = self._train(hidden, passed_by, ctx, ranked, threshold)
             losses = self._losses(hidden, passed_by, score, ends, ctx)
-            hidden = self._updated(hidden, state, active, score, threshold, ctx)
+            hidden, active = self._train(hidden, passed_by, ctx, ranked, score, threshold)
         else:
             threshold = self._threshold(ctx)
             listing = hidden if ctx.execution == "sparse" else None  # for kernels: once for all blocks
@@ -142,7 +141,7 @@ class Span(ExactBuffers, Method):
         """States of tokens that come to the span, what the decider sees of them, and their scores."""
         before, _, _ = self._stages()
         hidden = through(before, hidden, ctx) if ctx.scored is None else ctx.scored[0]
-        seen = self._seen(hidden)
+        seen = hidden if self.decides_by_text and self.bypass is None else self._seen(hidden)
         return hidden, seen, self.decider(seen, ctx) if ctx.scored is None else ctx.scored[1]
 
     def _stages(self) -> tuple[list[Block], list[Block], list[Block]]:
@@ -172,33 +171,6 @@ class Span(ExactBuffers, Method):
     def _bypassed(self, state: Tensor, passed_by: Tensor, active: Tensor) -> Tensor:
         return state if self.bypass is None else torch.where(active[..., None], state, passed_by)
 
-    def _updated(
-        self, hidden: Tensor, state: Tensor, active: Tensor, score: Tensor, threshold: Tensor | float, ctx: Context
-    ) -> Tensor:
-        """`hidden` with what each token gets of the updates that active tokens took with them: `state` - `hidden`."""
-        if self.knobs.carry == "none" and self.decider.weight(score) is None:
-            return state  # exactly: where every token takes the span, this is the dense model to the bit
-        return hidden + self._passed_on(state - hidden, active, score, threshold, ctx)
-
-    def _passed_on(
-        self, update: Tensor, active: Tensor, score: Tensor, threshold: Tensor | float, ctx: Context
-    ) -> Tensor:
-        """What each token gets of the active tokens' updates, `[batch, time, d]` and zero for all others."""
-        weight, keep = self.decider.weight(score), ~active
-        if self.knobs.carry == "smooth":
-            assert ctx.positions is not None
-            weight = torch.where(ctx.positions == 0, 1.0, self.decider.probability(score, threshold)) * active
-            keep = 1 - weight
-        if weight is not None:
-            update = weight[..., None].to(update.dtype) * update
-        if self.knobs.carry != "none":
-            last = None if ctx.cache is None else ctx.cache.state("span update", like=update[0, 0])
-            update = carry_on(update, keep, last)
-            ctx.remember("span update", update)
-        if self.training and isinstance(self.decider, Boundary):
-            update = update * self.decider.confidence(score, active)[..., None].to(update.dtype)
-        return update
-
     # -- evaluation
 
     def _execute(
@@ -212,7 +184,7 @@ class Span(ExactBuffers, Method):
     ) -> tuple[Tensor, Tensor | None]:
         """The states after the span; and how many keys fewer were attended over, if it was packed."""
         (_, (first, *_), _), active = self._stages(), decision.active
-        rest = active, score, threshold, ctx
+        passing = Passing(self.knobs.carry, self.decider, active, score, threshold, ctx)
         if self.knobs.keys == "active":
             count = active.sum(1)
             earlier = torch.zeros_like(count) if ctx.cache is None else ctx.cache.state("span length", like=count[0])
@@ -232,9 +204,9 @@ class Span(ExactBuffers, Method):
                     updates = updates if weight is None else take(weight[..., None].to(rows.dtype), places) * updates
                     return hidden + last_active(updates, active), fewer_keys
                 state = put_active(hidden, active, rows) if room else put(hidden, places, rows)
-                return self._updated(hidden, self._bypassed(state, passed_by, active), *rest), fewer_keys
+                return passing.updated(hidden, self._bypassed(state, passed_by, active)), fewer_keys
         state = self._taken(ctx.spare(hidden), ctx, Rows(active, decision))
-        return self._updated(hidden, self._bypassed(state, passed_by, active), *rest), None
+        return passing.updated(hidden, self._bypassed(state, passed_by, active)), None
 
     @torch.no_grad()
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
@@ -263,24 +235,29 @@ class Span(ExactBuffers, Method):
         return self.skipping if isinstance(self.decider, Dice) else self.decider.threshold
 
     def _train(
-        self, hidden: Tensor, passed_by: Tensor, ctx: Context, ranked: Tensor, threshold: Tensor | float
+        self, hidden: Tensor, passed_by: Tensor, ctx: Context, ranked: Tensor, score: Tensor, threshold: Tensor | float
     ) -> tuple[Tensor, Tensor]:
-        """The states after the span, `passed_by` where skipped, and who was active."""
+        """The states after the span, and who was active."""
         _, blocks, _ = self._stages()
         if self.knobs.replaced:
             return passed_by, torch.zeros_like(ranked, dtype=torch.bool)
         chosen = Selected.above(ranked, threshold, 1.0 if self.knobs.anneal else ROOM * self.knobs.budget, ctx.valid)
         active = chosen.as_mask(ranked).bool()
+        passing = Passing(self.knobs.carry, self.decider, active, score, threshold, ctx)
         if self.knobs.keys == "active":
             # The active ones stand first, so that causal attention alone keeps from them what fills up the rows.
-            rows = self._taken(chosen.take(hidden), replace(chosen.context(ctx), valid=None))
-            return self._bypassed(chosen.put(hidden, rows), passed_by, active), active
-        batch, time = active.shape
-        places = (chosen.places + time * torch.arange(batch, device=active.device)[:, None]).flatten()
-        rows, state = Rows(active, chosen=ChosenRows.at(places, batch * time)), hidden
-        for block in blocks:
-            state = block(state, ctx, rows, gate=active.to(hidden.dtype))
-        return self._bypassed(state, passed_by, active), active
+            taken = chosen.take(hidden)
+            rows = self._taken(taken, replace(chosen.context(ctx), valid=None))
+            if self.knobs.carry != "none":
+                return passing.updated_by_rows(hidden, rows - taken, chosen.places), active
+            state = chosen.put(hidden, rows)
+        else:
+            batch, time = active.shape
+            places = (chosen.places + time * torch.arange(batch, device=active.device)[:, None]).flatten()
+            packed, state = Rows(active, chosen=ChosenRows.at(places, batch * time)), hidden
+            for block in blocks:
+                state = block(state, ctx, packed, gate=active.to(hidden.dtype))
+        return passing.updated(hidden, self._bypassed(state, passed_by, active)), active
 
     def _losses(
         self, hidden: Tensor, passed_by: Tensor, score: Tensor, ends: Tensor | None, ctx: Context

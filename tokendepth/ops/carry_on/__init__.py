@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from tokendepth.ops.carry_on.eager import eager
+from tokendepth.ops.carry_on.packed import carry_rows
 from tokendepth.ops.launch import has_triton, unknown_backend
 
-__all__ = ["carry_on"]
+__all__ = ["carry_on", "carry_rows"]
 
 
 def carry_on(fresh: Tensor, keep: Tensor, before: Tensor | None = None, backend: str = "auto") -> Tensor:

@@ -1,0 +1,67 @@
+"""What tokens get of the updates that active tokens took with them: `carry` of `span.py`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tokendepth.context import Context
+from tokendepth.methods.span_deciders import Boundary, Decider
+from tokendepth.ops.carry_on import carry_on, carry_rows
+
+
+@dataclass(frozen=True)
+class Passing:
+    """One pass through a span: who is active, by which scores."""
+
+    carry: Literal["none", "last", "smooth"]
+    decider: Decider
+    active: Tensor
+    """`[batch, time]`, as `score`."""
+    score: Tensor
+    threshold: Tensor | float
+    ctx: Context
+
+    def updated(self, hidden: Tensor, state: Tensor) -> Tensor:
+        """`hidden` with what each token gets. `state`: with their own updates, the same as `hidden` where skipped."""
+        if self.carry == "none" and self.decider.weight(self.score) is None:
+            return state  # exactly: where every token takes the span, this is the dense model to the bit
+        return hidden + self._all(state - hidden)
+
+    def updated_by_rows(self, hidden: Tensor, updates: Tensor, places: Tensor) -> Tensor:
+        """The same while training, of the `updates` `[batch, k, d]` of the tokens at `places`, active ones first.
+
+        They are smoothed as a shorter sequence, and only then given to all tokens.
+        """
+        weight, keep = self._weights()
+        if weight is not None:
+            updates = weight.gather(1, places)[..., None].to(updates.dtype) * updates
+        if self.carry == "smooth":
+            updates = carry_on(updates, keep.gather(1, places))
+        return hidden + self._trusted(carry_rows(updates, self.active))
+
+    def _all(self, update: Tensor) -> Tensor:
+        weight, keep = self._weights()
+        if weight is not None:
+            update = weight[..., None].to(update.dtype) * update
+        if self.carry != "none":
+            cache = self.ctx.cache
+            last = None if cache is None else cache.state("span update", like=update[0, 0])
+            update = carry_on(update, keep, last)
+            self.ctx.remember("span update", update)
+        return self._trusted(update)
+
+    def _weights(self) -> tuple[Tensor | None, Tensor]:
+        """What a token gets of its own update (None: all of it), and of what its predecessor got."""
+        if self.carry != "smooth":
+            return self.decider.weight(self.score), ~self.active
+        assert self.ctx.positions is not None
+        own = self.decider.probability(self.score, self.threshold)
+        weight = torch.where(self.ctx.positions == 0, 1.0, own) * self.active
+        return weight, 1 - weight
+
+    def _trusted(self, update: Tensor) -> Tensor:
+        if not (isinstance(self.decider, Boundary) and self.decider.training):
+            return update
+        return update * self.decider.confidence(self.score, self.active)[..., None].to(update.dtype)
