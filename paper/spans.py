@@ -90,7 +90,8 @@ SCALES = (
     Scale("width 512, 8,000 steps", width=512, steps=2 * LONG),
     SEVEN_TIMES,
     FOURTEEN_TIMES,
-    replace(SEVEN_TIMES, title="112,000 steps", steps=112_000, routed=(), seeds=1),
+    replace(SEVEN_TIMES, title="112,000 steps", steps=112_000),
+    replace(SEVEN_TIMES, title="224,000 steps", steps=224_000, routed=(), seeds=1),
     BPE,
 )
 """The one most asked for first: a call that is cut short has it."""
