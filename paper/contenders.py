@@ -7,6 +7,7 @@ trains by two passes: only budget routing has them, and on this text they cost i
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from paper import tables
 from paper.evidence import PAPER
@@ -42,6 +43,7 @@ class Contender:
     def __hash__(self) -> int:
         return hash(self.name)
 
+    @cache  # noqa: B019 contenders live as long as the program; a page asks for the same configs thousands of times
     def config(self, value: str, rate: float, steps: int, seed: int = 0) -> RunConfig:
         every = steps if steps == SHORT else steps // 4
         train = TrainConfig(

@@ -21,12 +21,13 @@ def check(ok: bool, name: str, value: object, expected: str) -> None:
 
 def check_range(name: str, value: float, low: float, high: float = math.inf, *, below: bool = False) -> None:
     """`below` excludes the upper end. Written so that NaN fails."""
-    ok = low <= value and (value < high if below else value <= high) and not math.isinf(value)
+    if low <= value and (value < high if below else value <= high) and not math.isinf(value):
+        return
     if math.isinf(high):
         expected = f"a number from {_digits(low)} up"
     else:
         expected = f"a number from {_digits(low)} to {_digits(high)}" + (" (exclusive)" if below else "")
-    check(ok, name, value, expected)
+    check(False, name, value, expected)
 
 
 def _digits(number: float) -> str:
@@ -52,6 +53,8 @@ def printable(word: object) -> str:
 
 def coerce(hint: Any, value: object, name: str) -> Any:
     """`value` if it is of the type `hint`, else a UserError. An int may stand for a float, nothing else may."""
+    if type(value) is hint:  # as nearly always
+        return value
     if dataclasses.is_dataclass(value):  # already built
         return value
     if typing.get_origin(hint) is Literal:
