@@ -88,8 +88,10 @@ def _compared(case: str, block: str) -> tuple[float, int, dict[str, int]]:
 def _everything() -> None:
     from functools import partial
 
+    from tests.ops.interpreted import remember_builtins
     from tokendepth import model
 
+    remember_builtins()
     model.decode_inputs = partial(model.decode_inputs, backend="kernel")
     model.decode_block = partial(model.decode_block, backend="kernel")
     model.decodes_by_kernel = lambda h, weights: h.shape[1] == 1 and weights is not None

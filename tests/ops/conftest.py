@@ -28,6 +28,8 @@ def _poisoned_memory():
 
 RUN = """
 import runpy, sys
+from tests.ops.interpreted import remember_builtins
+remember_builtins()
 for path in sys.argv[1:]:
     runpy.run_path(path, run_name="__main__")
 """
