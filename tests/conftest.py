@@ -3,8 +3,11 @@
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
+
+HF = Path(__file__).parent / "hf"
 
 # Before torch is imported, and inherited by every subprocess: two xdist workers on two cores want one thread each.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -22,6 +25,7 @@ gc.disable()  # until ten thousand tests are collected, of which none is garbage
 import torch  # noqa: E402
 
 from tokendepth import progress  # noqa: E402
+from tokendepth.runs.machine import commit  # noqa: E402
 
 torch.set_num_threads(1)
 progress.EVERY_S = 3600  # how much is said must not depend on how busy the machine is
@@ -42,8 +46,14 @@ def _own_environment(tmp_path_factory):
         for name in [name for name in os.environ if name.startswith("TOKENDEPTH_")]:
             patch.delenv(name)
         patch.setenv("TOKENDEPTH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TOKENDEPTH_COMMIT", commit())  # or every run would start git three times
         patch.setenv("MPLBACKEND", "Agg")
         yield
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """All tests of tests/hf are slow, and collecting them imports transformers, which takes seconds."""
+    return True if config.option.markexpr == "not slow" and collection_path == HF else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

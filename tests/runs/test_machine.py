@@ -1,15 +1,20 @@
-"""Memory that is kept for the next step, and returned when the work is done."""
+"""Memory that is kept for the next step, and returned when the work is done; and the commit that numbers are of."""
 
 import contextlib
+import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.tiny import tiny
+from tokendepth.runs import machine
 from tokendepth.training import loop
+
+ROOT = Path(__file__).resolve().parents[2]
 
 RESIDENT = """
 import torch
@@ -56,3 +61,11 @@ def test_training_keeps_it_while_it_trains(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "freed_memory_kept", kept)
     loop.train(tiny(tmp_path, steps=2), tmp_path / "run", show=False)
     assert seen == [torch.device("cpu"), True]
+
+
+def test_the_commit_is_that_of_the_checkout_or_the_one_that_is_told(monkeypatch):
+    assert machine.commit() == os.environ["TOKENDEPTH_COMMIT"], "as tests/conftest.py tells it"
+    monkeypatch.delenv("TOKENDEPTH_COMMIT")
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True).stdout.strip() if (ROOT / ".git").exists() else ""
+    assert machine.commit().removesuffix("+changes") == (head or "unknown")
