@@ -27,11 +27,11 @@ demo: $(VENV)/.installed-demo
 	@$(BIN)/tokendepth demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" $(ARGS)
 
-# Slower tests wait for other processes much of the time, so three workers keep two cores busy.
+# Tests wait for other processes now and then, slower ones much of the time: one and two workers more than cores.
 test-all: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n 4 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check

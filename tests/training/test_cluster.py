@@ -1,5 +1,6 @@
 """A sweep on a Ray cluster of two nodes, of which one is removed; and what cannot be done, said in one line."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -241,6 +242,8 @@ def test_a_cluster_that_goes_away_ends_the_sweep_with_one_line(cluster, sweep_on
     cluster.order(fault)
     code, _, err = sweep.end()
     cluster.order("SIGCONT")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)  # or it would train on for as long as its node is there
     assert code == 2, err
     assert "no longer answers" in err.splitlines()[-1]
     assert err.splitlines()[-1].endswith("repeat the command to go on")
