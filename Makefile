@@ -26,12 +26,12 @@ help:
 demo: $(VENV)/.installed-demo
 	@$(BIN)/tokendepth demo $(ARGS)
 
+# Tests wait for other processes now and then, so three workers keep two cores busy.
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" $(ARGS)
 
-# Tests wait for other processes now and then, slower ones much of the time: one and two workers more than cores.
 test-all: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest -n 4 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
