@@ -346,10 +346,12 @@ def write(results: Path, path: Path, *, quick: bool = False) -> Path:
         drawn[device] = draw(with_steps(found, times), split="test", axis=timed_on(device))
     lines = time_to_loss.lines(results, quick=quick)
     drawn["time to a loss"] = loss_over_time.draw(lines, step_times(results))
-    apart = gaps.gaps(found)
-    for scale in spans.SCALES[1:]:
-        apart += gaps.gaps(spans.outcomes_at(results, scale, quick=quick)[0], f", {scale.title}", gaps.LARGER)
-    drawn["gaps"] = gaps.draw(apart, "gaps-enwik8", "Test text of enwik8, bytes, width 256")
+    scales = {scale.title: spans.outcomes_at(results, scale, quick=quick)[0] for scale in spans.SCALES}
+    apart = {
+        "All methods, tuned alike": gaps.gaps(found),
+        "Span by a rule: ends of words": gaps.elsewhere(scales),
+    }
+    drawn["gaps"] = gaps.draw(apart, "gaps-enwik8", "Test text of enwik8, bytes; width 256, unless a row says more")
     for name, drawing in drawn.items():
         if drawing is not None:
             write_bytes(folder / f"{drawing.name}.svg", drawing.svg)

@@ -321,11 +321,13 @@ def test_the_picture_of_gaps_has_everybody_that_ran_and_larger_spans(searched, u
     assert len(shown) == len(ran) > 3
     mod = next(gap for gap in shown if gap.label == "MoD")
     assert mod.difference.text("+.2%") == "-4.33% ± 0.02%"
-    assert [gap.label for gap in gaps.gaps(found, ", larger", ("mod",))] == ["MoD, larger"]
-    drawing = gaps.draw(shown, "gaps", "a text")
+    assert [gap.difference.mean for gap in shown] == sorted(gap.difference.mean for gap in shown)
+    (rule,) = (gap for gap in shown if gap.label == "span by a rule")
+    assert gaps.elsewhere({"wider": found}) == [replace(rule, label="wider")]
+    drawing = gaps.draw({"methods": shown, "none": []}, "gaps", "a text")
     assert drawing is not None
     assert drawing.name == "gaps"
-    assert gaps.draw([], "gaps", "a text") is None
+    assert gaps.draw({"none": []}, "gaps", "a text") is None
 
 
 def test_the_readme_has_what_was_timed_at_equal_loss(searched):
