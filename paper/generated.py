@@ -3,6 +3,7 @@
 Each is made from FILE, a path from the root of the repository; the figures beside them go to docs/figures/.
 """
 
+import ast
 import inspect
 import re
 import textwrap
@@ -184,17 +185,40 @@ def _api() -> str:
         if inspect.ismodule(thing):  # what its functions do stands behind the module's own words
             functions = {f"{name}.{each}": getattr(thing, each) for each in thing.__all__}
             words = "\n\n".join([words.strip(), *(f"`{n}`: {inspect.getdoc(each)}" for n, each in functions.items())])
-        lines = "".join(f"td.{n}{_signature(each)}\n" for n, each in functions.items() if not inspect.isclass(each))
+        lines = "".join(f"{_call(n, each)}\n" for n, each in functions.items() if not inspect.isclass(each))
         signature = f"```python\n{lines}```\n\n" if lines else ""
         example = textwrap.dedent(f">>> {example}").strip()
         parts.append(f"### `{name}`\n\n{signature}{words.strip()}\n\n```pycon\n{example}\n```\n")
     return "\n".join(parts)
 
 
-def _signature(function: object) -> str:
-    """Without the modules that types live in."""
-    text = str(inspect.signature(function))  # pyright: ignore[reportArgumentType]
-    return re.sub(r"\b(?:[a-z_]+\.)+([A-Z])", r"\1", text)
+def _call(name: str, function: Callable) -> str:
+    """On one line, or with a line for each argument."""
+    text = f"td.{name}{_signature(function)}"
+    if len(text) <= 100:
+        return text
+    start, rest = text.split("(", 1)
+    arguments, end = rest.rsplit(")", 1)
+    return "\n".join([f"{start}(", *(f"    {one}," for one in re.split(r", (?=\*, |\w+: )", arguments)), f"){end}"])
+
+
+class _AsWritten(str):
+    __repr__ = str.__str__
+
+
+def _signature(function: Callable) -> str:
+    """Without the modules that types live in; what stands for long private types as the source has it."""
+    signature = inspect.signature(function)
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(node, ast.FunctionDef)
+    given = {one.arg: one.annotation for one in ast.walk(node.args) if isinstance(one, ast.arg) and one.annotation}
+    types = {
+        one.name: _AsWritten(ast.unparse(given[one.name]))
+        for one in signature.parameters.values()
+        if "._" in str(one.annotation)
+    }
+    named = [one.replace(annotation=types.get(one.name, one.annotation)) for one in signature.parameters.values()]
+    return re.sub(r"\b(?:[a-z_]+\.)+([A-Z])|~", r"\1", str(signature.replace(parameters=named)))
 
 
 PAPER = {
