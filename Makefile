@@ -40,7 +40,7 @@ lint: $(VENV)/.installed-dev
 
 # A benchmark of code that fails its tests says nothing, so the tests come first.
 bench: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup
 	@$(BIN)/python -m benchmarks timings $(ARGS)
 
 readme: $(VENV)/.installed-dev

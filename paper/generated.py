@@ -100,11 +100,12 @@ def _studied(results: Path) -> list[list[str]]:
 
 def _quality(found: Outcomes, entry: depth.Entry) -> list[str]:
     """The share of FLOPs that is skipped, the loss, and that of a dense model of the same FLOPs."""
-    row, loss, against = found.first_row(entry.setting), found.stat(entry.setting, "loss"), found.beside(entry.setting)
-    if loss is None or row is None:
+    skipped, loss = (found.stat(entry.setting, name) for name in ("flops_skipped", "loss"))
+    if loss is None or skipped is None:
         return [*["not run"] * 2, "\u2014"]
+    against = found.beside(entry.setting)
     same = against[0].text(".3f") if isinstance(against, tuple) and entry.setting.method != "dense" else "\u2014"
-    return [f"{row['evaluation']['flops_skipped']:.0%}", loss.text(".3f"), same]
+    return [f"{skipped.mean:.0%}", loss.text(".3f"), same]
 
 
 def _speed_at_its_loss(

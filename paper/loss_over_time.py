@@ -17,8 +17,8 @@ from tokendepth.report.plots import Points, plot
 from tokendepth.report.summary import Stat
 
 TICKS = [n * 10**power for power in range(-3, 7) for n in (1, 2, 5)]
-DASHES = ("dotted", "dashdot", "solid", "dashed")
-"""Of dense models."""
+SHADES = ("#cdd2d7", "#b3bac1", "#8c939b", "#6b737b", "#4b535b")
+"""Of dense models, the deeper the darker."""
 
 
 def draw(found: Sequence[Line], devices: dict[str, Times]) -> Drawing | None:
@@ -29,7 +29,7 @@ def draw(found: Sequence[Line], devices: dict[str, Times]) -> Drawing | None:
     timed = [line for line in found if line.work in devices[device]]
     if not timed:
         return None
-    dashes, series, alone = itertools.cycle(DASHES), list[Points](), list[tuple[float, float]]()
+    shades, series, alone = itertools.cycle(SHADES), list[Points](), list[tuple[float, float]]()
     for line in timed:
         seconds = devices[device][line.work] / 1000
         losses = [Stat(tuple(seeds.values())) for seeds in line.losses.values()]
@@ -38,13 +38,13 @@ def draw(found: Sequence[Line], devices: dict[str, Times]) -> Drawing | None:
         if line.method == RULE:
             series.append(Points(NAMES[RULE], points, look("span").colour, "D"))
         else:
-            series.append(Points(line.title, points, look("dense").colour, "o", next(dashes)))
+            series.append(Points(line.title, points, next(shades), "o"))
     with style():
         figure = Figure(figsize=(WIDTH, 3.0 + legend_height(one.label for one in series)), layout="constrained")
         axes = figure.subplots()
         handles = {one.label: plot(axes, one) for one in series}
         for x, y in alone:  # hollow
-            axes.plot([x], [y], marker="o", markersize=3, color=PAPER, zorder=3)
+            axes.plot([x], [y], marker="o", markersize=2.4, color=PAPER, zorder=3)
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(FixedLocator(TICKS))
         axes.xaxis.set_minor_locator(NullLocator())

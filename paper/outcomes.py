@@ -32,6 +32,8 @@ class Executed:
     active_fraction: float
     tlops_skipped: float
     flops_per_token: float
+    flops_skipped: float
+    """Of those of the same model with every block taken; not a number where the row does not say."""
     parameters: int
     training_flops: float
     """Per token, forward and backward; not a number where the row does not say."""
@@ -227,6 +229,7 @@ def _executed(seed: int, row: Row, figures: Row) -> Executed:
         active_fraction=figures["sparse"]["active_fraction"],
         tlops_skipped=figures["tlops_skipped"],
         flops_per_token=figures["flops_per_token"],
+        flops_skipped=figures.get("flops_skipped", math.nan),
         parameters=row["evaluation"]["parameters"],
         training_flops=row.get("training_flops_per_token", math.nan),
         full_rows_flops=figures["flops_per_token"] + row.get("narrower_rows_flops_per_token", 0.0),

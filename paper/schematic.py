@@ -1,9 +1,12 @@
 """How each method spends depth, drawn: one column a token, one row a layer in the order in which they are passed."""
 
+import re
 from dataclasses import dataclass
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from tokendepth.report.figures import WIDTH, Drawing, render, style
@@ -26,6 +29,10 @@ class Schematic:
     """Label and one letter a token, the first layer first. A digit is the expert that worked on it."""
     shared: tuple[tuple[int, int], ...] = ()
     """First and last of the layers that share their weights."""
+    text: str = ""
+    """A character a token, where it matters which."""
+    carried: int | None = None
+    """The layer whose updates are carried on to the tokens that passed it by."""
 
 
 _ALL = "#" * 10
@@ -82,9 +89,12 @@ SCHEMATICS = {
         shared=((1, 4),),
     ),
     "span": Schematic(
-        "One decision stands for blocks 1 to 4. The tokens that take them pass all four as a shorter sequence; the "
-        "others leave no keys and values there, and are given the update of the last token that did.",
-        _blocks(_ALL, *["#...#.#..."] * 4, _ALL),
+        "One decision stands for blocks 3 to 6, here taken where words end. The tokens that take them pass all four as "
+        "a shorter sequence; the others leave no keys and values there, and are given the update of the last token "
+        "that took them (arrows).",
+        _blocks(*[_ALL] * 3, *["#..#...#.."] * 4, *[_ALL] * 2),
+        text="the cat on",
+        carried=6,
     ),
     "switch": Schematic(
         "In every other block each token takes one of four feed-forward networks (the numbers); all cost the same. A "
@@ -108,13 +118,20 @@ def schematic(method: str) -> Drawing:
         if drawn.shared:
             x, middle = len(_ALL) + 0.5 + 0.45 * len(drawn.shared), sum(drawn.shared[0]) / 2 + 0.5
             axes.text(x, middle, "same\nweights", va="center", size=7.5)
-        axes.set(xlim=(-3.6, len(_ALL) + 3.0), ylim=(-0.7, len(drawn.layers) + 0.1))
-        axes.text(len(_ALL) / 2, -0.15, "tokens of a text, from left to right", ha="center", va="top", size=8)
+        if drawn.carried is not None:
+            _carry(axes, drawn.carried, drawn.layers[drawn.carried][1])
+        for token, letter in enumerate(drawn.text):
+            axes.text(token + 0.5, 0, letter.replace(" ", "␣"), ha="center", va="top", size=8)
+        below = -0.7 if drawn.text else -0.15
+        axes.set(xlim=(-3.6, len(_ALL) + 3.0), ylim=(below - 0.55, len(drawn.layers) + 0.1))
+        axes.text(len(_ALL) / 2, below, "tokens of a text, from left to right", ha="center", va="top", size=8)
         axes.axis("off")
         used = {letter for _, row in drawn.layers for letter in row}
-        keys = [
+        keys: list[Artist] = [
             Patch(fc=fill, ec=INK, lw=0.6, label=words) for letter, (fill, words) in FILLS.items() if letter in used
         ]
+        if drawn.carried is not None:
+            keys.append(Line2D([], [], color=INK, linewidth=1.1, marker=">", markevery=[-1], label="update carried on"))
         figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), handlelength=1.2)
         return render(figure, f"method-{method}", drawn.caption)
 
@@ -126,6 +143,13 @@ def _cell(axes: Axes, token: int, depth: int, letter: str) -> None:
         axes.text(token + 0.5, depth + 0.48, letter, ha="center", va="center", size=7)
     if letter == KEPT:  # not by colour alone
         axes.plot([token + 0.5], [depth + 0.5], ".", color=INK, markersize=2.5)
+
+
+def _carry(axes: Axes, depth: int, row: str) -> None:
+    """Arrows from each token that was worked on over those after it that were not."""
+    for stretch in re.finditer(f"{WORKED}{re.escape(PASSED)}+", row):
+        ends = (stretch.start() + 0.75, depth + 0.5), (stretch.end() - 0.25, depth + 0.5)
+        axes.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.1})
 
 
 def _bracket(axes: Axes, x: float, first: int, last: int) -> None:

@@ -42,6 +42,8 @@ SPAN_MARKERS = {
     "span_score": "v",
     "span_dice": "+",
 }
+BEST_SPANS = ("span_rule", "span_taught")
+"""In the picture of all methods, where seven marks of nearly the same FLOPs would cover each other."""
 LINES = ("solid", "dashed", "dotted")
 """Of the models of one method that have a curve."""
 
@@ -85,11 +87,16 @@ def draw(
     caption = (
         f"{outcomes.comparison.title}: {split} loss over {axis.words}. A coloured line is one trained "
         "model at several budgets or thresholds, a lone mark a model of its own, a hollow one made to match the "
-        "parameters; grey lines skip nothing and have fewer layers; bars are standard deviations over the seeds. "
+        "parameters; the grey line skips nothing; bars are standard deviations over the seeds. "
         "Above the frame stand losses too high for it; of a line, where it comes nearest."
     )
-    shown = tuple(NAMES[method] for method in highlight)
-    return tradeoff(name, caption, dense, series(outcomes, axis), shown, split, axis.label)
+    shown, drawn = tuple(NAMES[method] for method in highlight), series(outcomes, axis)
+    if not highlight:
+        left_out = {NAMES[method] for method in SPAN_MARKERS if method not in BEST_SPANS}
+        if any(one.label in left_out and one.points for one in drawn):
+            caption += " Of the deciders of a span only the two best are drawn."
+        drawn = [one for one in drawn if one.label not in left_out]
+    return tradeoff(name, caption, dense, drawn, shown, split, axis.label)
 
 
 def series(outcomes: Outcomes, axis: Axis = EXECUTED) -> list[Points]:

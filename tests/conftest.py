@@ -9,7 +9,7 @@ import pytest
 
 HF = Path(__file__).parent / "hf"
 
-# Before torch is imported, and inherited by every subprocess: two xdist workers on two cores want one thread each.
+# Before torch is imported, and inherited by every subprocess: xdist workers want one thread each.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 

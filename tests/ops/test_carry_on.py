@@ -7,11 +7,9 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from tokendepth.ops.carry_on import carry_on, carry_rows
+from tokendepth.ops.carry_on import carry_on
 from tokendepth.ops.carry_on.eager import eager
 from tokendepth.ops.carry_on.reference import reference
 
@@ -63,37 +61,6 @@ def test_eager_is_the_loop(time, kind):
     given = operands((2, time, 3), kind)
     for a, b in zip(*(derived(run, *given, torch.float64) for run in (eager, reference)), strict=True):
         torch.testing.assert_close(a, b)
-
-
-@given(
-    st.integers(1, 4), st.integers(1, 9), st.integers(0, 3), st.integers(0, 2**20), st.sampled_from(["last", "smooth"])
-)
-def test_packed_rows_are_carried_as_all_tokens_are(batch, time, more, seed, kind):
-    """With rows behind the active ones that nobody reads, and gradients, in float64."""
-    rng = torch.Generator().manual_seed(seed)
-    active = torch.rand(batch, time, generator=rng) < 0.4
-    keep = torch.where(active, torch.rand(batch, time, generator=rng, dtype=torch.float64) * (kind == "smooth"), 1.0)
-    count = int(active.sum(1).max()) + more
-    rows = torch.randn(batch, count, 3, generator=rng, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(batch, time, 3, generator=rng, dtype=torch.float64)
-    there = torch.arange(count) < active.sum(1, keepdim=True)
-    fresh = torch.zeros(batch, time, 3, dtype=torch.float64).index_put((active,), rows[there])
-    expected = reference(fresh, keep)
-    own = torch.ones(batch, count, dtype=torch.float64).index_put((there,), keep[active])
-    found = carry_rows(carry_on(rows, own) if kind == "smooth" else rows, active)
-    torch.testing.assert_close(found, expected)
-    grads = [torch.autograd.grad((out * weight).sum(), rows, retain_graph=True)[0] for out in (found, expected)]
-    torch.testing.assert_close(*grads)
-
-
-def test_the_gradient_of_packed_rows_is_summed_exactly_in_low_precision():
-    """512 tokens of gradient 1 get one row: bfloat16 cannot count beyond 256."""
-    rows = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    active = torch.zeros(1, 512, dtype=torch.bool)
-    active[0, 0] = True
-    carry_rows(rows, active).sum().backward()
-    assert rows.grad is not None
-    assert rows.grad.item() == 512
 
 
 def test_backends_by_name(kernels_on_a_gpu):

@@ -1,11 +1,9 @@
 """Memory that is kept for the next step, and returned when the work is done; and the commit that numbers are of."""
 
 import contextlib
-import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,6 @@ import torch
 from tests.tiny import tiny
 from tokendepth.runs import machine
 from tokendepth.training import loop
-
-ROOT = Path(__file__).resolve().parents[2]
 
 RESIDENT = """
 import torch
@@ -63,9 +59,26 @@ def test_training_keeps_it_while_it_trains(tmp_path, monkeypatch):
     assert seen == [torch.device("cpu"), True]
 
 
-def test_the_commit_is_that_of_the_checkout_or_the_one_that_is_told(monkeypatch):
-    assert machine.commit() == os.environ["TOKENDEPTH_COMMIT"], "as tests/conftest.py tells it"
+def test_the_commit_is_that_of_the_package_or_the_one_that_is_told(tmp_path, monkeypatch):
+    package = tmp_path / "package" / "__init__.py"
+    package.parent.mkdir()
+    package.touch()
+    monkeypatch.setattr(machine.tokendepth, "__file__", str(package))
+    monkeypatch.setenv("TOKENDEPTH_COMMIT", "told")
+    assert machine.commit() == "told"
     monkeypatch.delenv("TOKENDEPTH_COMMIT")
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
-    head = subprocess.run(git, capture_output=True, text=True).stdout.strip() if (ROOT / ".git").exists() else ""
-    assert machine.commit().removesuffix("+changes") == (head or "unknown")
+    assert machine.commit() == "unknown", "no checkout"
+
+    def git(*arguments: str) -> str:
+        who = ["-c", "user.name=x", "-c", "user.email=x"]
+        done = subprocess.run(["git", *who, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message", "of something else")
+    assert machine.commit() == "unknown", "installed inside another checkout"
+    git("add", "package")
+    git("commit", "--quiet", "--message", "the package")
+    assert machine.commit() == git("rev-parse", "--short=12", "HEAD")
+    package.write_text("edited")
+    assert machine.commit() == git("rev-parse", "--short=12", "HEAD") + "+changes"

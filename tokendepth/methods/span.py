@@ -112,8 +112,9 @@ class Span(ExactBuffers, Method):
         fewer_keys, losses = None, {}
         if self.training:
             threshold = self._training_threshold(ranked, ctx)
+            state, active = self._train(hidden, passed_by, ctx, ranked, score, threshold)
             losses = self._losses(hidden, passed_by, score, ends, ctx)
-            hidden, active = self._train(hidden, passed_by, ctx, ranked, score, threshold)
+            hidden = state
         else:
             threshold = self._threshold(ctx)
             listing = hidden if ctx.execution == "sparse" else None  # for kernels: once for all blocks

@@ -24,7 +24,7 @@ class Passing:
     ctx: Context
 
     def updated(self, hidden: Tensor, state: Tensor) -> Tensor:
-        """`hidden` with what each token gets. `state`: with their own updates, the same as `hidden` where skipped."""
+        """`hidden` with what each token gets. `state`: after the span where active, else as skipping leaves it."""
         if self.carry == "none" and self.decider.weight(self.score) is None:
             return state  # exactly: where every token takes the span, this is the dense model to the bit
         return hidden + self._all(state - hidden)

@@ -16,6 +16,8 @@ Place = tuple[float, float, float]
 Outside = tuple[float, str, str]
 """For a point above the frame: FLOPs per token, its label and its colour."""
 PALE = "#c9ced3"
+BY_LAYERS = "dense, by layers"
+"""What the grey line is called; its points have their number of layers beside them."""
 HEADROOM = 0.06
 """The frame ends this far above the best dense loss; higher points would compress the rest."""
 MARGIN = 0.01
@@ -41,12 +43,12 @@ def tradeoff(
     if not series:
         return None
     with style():
-        legend = legend_height(["dense, fewer layers", *(one.label for one in series if _shown(one, highlight))])
+        legend = legend_height([BY_LAYERS, *(one.label for one in series if _shown(one, highlight))])
         figure = Figure(figsize=(WIDTH, 3.0 + legend), layout="constrained")
         axes = figure.subplots()
         losses = [loss for _, (_, loss, _) in dense] or [loss for one in series for _, loss, _ in one.points]
         top = max((1 + HEADROOM) * min(losses), (1 + MARGIN) * max(losses))
-        words = "dense, fewer layers" if len(dense) > 1 else "dense"
+        words = BY_LAYERS if len(dense) > 1 else "dense"
         handles: dict[str, object] = {words: _dense(axes, dense)} if dense else {}
         outside: list[Outside] = []
         for one in sorted(series, key=lambda one: _shown(one, highlight)):  # highlighted series are drawn on top

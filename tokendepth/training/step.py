@@ -243,7 +243,7 @@ def compile_blocks(model: LanguageModel) -> None:
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # each kind and shape counts
     for module in model.modules():
-        if isinstance(module, Block) or module is model.norm:
+        if isinstance(module, Block):
             module.compile(dynamic=False)
 
 

@@ -31,6 +31,6 @@ class _Repeat(torch.autograd.Function):
         (grad,), (index,) = grads, ctx.saved_tensors
         starts = torch.searchsorted(index, torch.arange(ctx.count + 1, device=index.device))
         exact = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        # Unsafe is what does not ask the device whether the stretches make sense.
+        # `unsafe` leaves out a check of the offsets, for which the host would wait for the device.
         sums = torch.segment_reduce(exact, "sum", offsets=starts, axis=0, initial=0, unsafe=True)
         return sums.to(grad.dtype), None
