@@ -18,13 +18,13 @@ from paper import depth, spans
 from paper.equal_loss import Place, Ratio, at_its_loss, pass_times
 from paper.grid import same_work
 from paper.outcomes import Outcomes
-from paper.retrofit_page import Base, bases, block_flops, loss
+from paper.retrofit_page import Base, bases, block_flops, loss, untouched_loss
 from paper.wanted import Runs
 from tokendepth.config import BudgetConfig
 from tokendepth.report.records import Record
 from tokendepth.report.results import at_budgets, records
+from tokendepth.report.summary import DASH, Stat, group
 from tokendepth.report.summary import Row as TableRow
-from tokendepth.report.summary import Stat, group
 from tokendepth.report.tables import markdown_table, piped
 from tokendepth.runs.files import write_bytes
 from tokendepth.runs.results import Row, read_rows, rows_so_far
@@ -55,16 +55,21 @@ STUDIED = {
     "tsa": "Token-Selective Attention",
     "budget": "budget routing",
     "mod": "Mixture-of-Depths",
-    "span_rule": "span, taken at the ends of words",
-    "span_taught": "span, learned boundaries that began there",
+    "span_rule": "span, taken where words end",
+    "span_taught": "span, boundaries that were taught that",
 }
 """Contenders of docs/WHERE_DEPTH_PAYS.md, beside its dense model with six layers."""
-CLOCKS = (("two cores, batch 8", "CPU", 8), ("H200, batch 64", "NVIDIA", 64))
+CLOCKS = (
+    ("two cores, batch 1", "CPU", 1),
+    ("two cores, batch 8", "CPU", 8),
+    ("H200, batch 8", "NVIDIA", 8),
+    ("H200, batch 64", "NVIDIA", 64),
+)
 
 
 def _summary(results: Path) -> str:
-    """The README's one table: what was skipped, what it cost beside a dense model of the same FLOPs, and the clock."""
-    titles = ["text", "model", "FLOPs skipped", "loss", "a dense model of the same FLOPs", *(c[0] for c in CLOCKS)]
+    """The README's one table: what was skipped, the loss and what the same FLOPs give without a router, the clock."""
+    titles = ["text", "model", "parameters", "FLOPs skipped", "loss", "same FLOPs, no router", *(c[0] for c in CLOCKS)]
     lines = [titles, ["---", "---", *("--:" for _ in titles[2:])]]
     timed = [row for row in read_rows(results / "forward.json") if row["positions"] == "trained"]
     for text, name in SUMMARY:
@@ -72,11 +77,14 @@ def _summary(results: Path) -> str:
         models = {
             ("dense, six layers", "dense", None): runs.dense(),
             ("Token-Selective Attention, as in the paper", "tsa", None): runs.of("tsa"),
-            ("budget 0.4", "budget", 0.4): runs.budget(0.4),
+            ("budget routing at 0.4", "budget", 0.4): runs.budget(0.4),
         }
         for (title, method, asked), found in models.items():
-            clocks = [_speed(timed, f"{name}.{method}", asked, kind, batch) for _, kind, batch in CLOCKS]
-            lines.append([text, title, *_cells(runs, found, dense=method == "dense"), *clocks])
+            dense = method == "dense"
+            clocks = [
+                DASH if dense else _speed(timed, f"{name}.{method}", kind, batch, asked) for _, kind, batch in CLOCKS
+            ]
+            lines.append([text, title, *_cells(runs, found, dense=dense), *clocks])
             text = ""
     lines += _studied(results)
     return piped([*lines, *(line for base in bases(results / "retrofit.json") for line in _retrofitted(base, timed))])
@@ -89,30 +97,35 @@ def _studied(results: Path) -> list[list[str]]:
     for entry in made:
         six = entry == made[0]
         if six or entry.setting.method in STUDIED:
-            title = "dense, six layers" if six else STUDIED[entry.setting.method]
+            layers = "" if six else f", {entry.config.model.n_layer} layers"
+            title = "dense, six layers" if six else STUDIED[entry.setting.method] + layers
             clocks = [_speed_at_its_loss(found, entry, made, timed, kind, batch) for _, kind, batch in CLOCKS]
             lines.append(["" if lines else "enwik8", title, *_quality(found, entry), *clocks])
     found, made = spans.outcomes_at(results, spans.FOURTEEN_TIMES)
     for entry, name in ((one, STUDIED.get(one.setting.method, "dense, six layers")) for one in made):
-        lines.append(["", f"{name}, {spans.FOURTEEN_TIMES.title}", *_quality(found, entry), *["\u2014"] * len(CLOCKS)])
+        lines.append(["", f"{name}, {spans.FOURTEEN_TIMES.title}", *_quality(found, entry), *[DASH] * len(CLOCKS)])
     return lines
 
 
 def _quality(found: Outcomes, entry: depth.Entry) -> list[str]:
-    """The share of FLOPs that is skipped, the loss, and that of a dense model of the same FLOPs."""
+    """Parameters, the share of FLOPs that is skipped, the loss, and that of dense models of the same FLOPs."""
     skipped, loss = (found.stat(entry.setting, name) for name in ("flops_skipped", "loss"))
     if loss is None or skipped is None:
-        return [*["not run"] * 2, "\u2014"]
-    against = found.beside(entry.setting)
-    same = against[0].text(".3f") if isinstance(against, tuple) and entry.setting.method != "dense" else "\u2014"
-    return [f"{skipped.mean:.0%}", loss.text(".3f"), same]
+        return [DASH, *["not run"] * 2, DASH]
+    against, parameters = found.beside(entry.setting), found.stat(entry.setting, "parameters")
+    same = against[0].text(".3f") if isinstance(against, tuple) and entry.setting.method != "dense" else DASH
+    return [_millions(parameters), f"{skipped.mean:.0%}", loss.text(".3f"), same]
+
+
+def _millions(parameters: Stat | None) -> str:
+    return DASH if parameters is None else f"{parameters.mean / 1e6:.1f}M"
 
 
 def _speed_at_its_loss(
     found: Outcomes, entry: depth.Entry, made: list[depth.Entry], timed: dict[Place, depth.Times], kind: str, batch: int
 ) -> str:
     if entry.setting.method == "dense" or found.stat(entry.setting, "loss") is None:
-        return "\u2014"
+        return DASH
     there = [
         times
         for (device, size), times in timed.items()
@@ -120,7 +133,7 @@ def _speed_at_its_loss(
     ]
     costs = {one.setting: times[work] for one in made for times in there if (work := same_work(one.config)) in times}
     ratio = at_its_loss(found, entry, made, costs.get)
-    return f"{ratio.speedup} at its loss" if isinstance(ratio, Ratio) else "not timed"
+    return ratio.speedup if isinstance(ratio, Ratio) else DASH
 
 
 RETROFITTED = 0.7
@@ -130,28 +143,28 @@ RETROFITTED = 0.7
 def _retrofitted(base: Base, timed: list[Row]) -> list[list[str]]:
     """A model that people have, with a router and without, beside the same with blocks dropped."""
 
-    def of(name: str, budget: float | None, pick: Callable[[Row], float | None]) -> str:
+    def of(name: str, budget: float | None, pick: Callable[[Row], float | None], form: str = "") -> str:
         found = base.stat(name, budget, pick)
-        return "not run" if found is None else found.text(".3f") if pick is loss else f"{found.mean:.0%}"
+        if found is None:
+            return "not run"
+        return format(found.mean, form) if form else found.text(".3f")
+
+    def size(name: str, budget: float | None) -> str:
+        return _millions(base.stat(name, budget, lambda row: row["evaluation"]["parameters"]))
 
     costs = base.values("span", RETROFITTED, block_flops)
     dropped = [base.at_cost("drop", seed, cost) for seed, cost in costs.items()]
     numbers = tuple(value for value in dropped if isinstance(value, float))
-    same = Stat(numbers).text(".3f") if numbers and len(numbers) == len(dropped) else "\u2014"
-    skipped = of("span", RETROFITTED, lambda row: row["evaluation"]["flops_skipped"])
-    clocks = [_any_speed(timed, f"{base.name}-span-{RETROFITTED:g}", kind) for _, kind, _ in CLOCKS]
+    same = Stat(numbers).text(".3f") if numbers and len(numbers) == len(dropped) else DASH
+    skipped = of("span", RETROFITTED, lambda row: row["evaluation"]["flops_skipped"], ".0%")
+    clocks = [_speed(timed, f"{base.name}-span-{RETROFITTED:g}", kind, batch) for _, kind, batch in CLOCKS]
+    routed = [size("span", RETROFITTED), skipped, of("span", RETROFITTED, loss), same, *clocks]
+    dense, none = size("dense", None), [DASH] * (1 + len(CLOCKS))
     return [
-        ["wiki text", f"{base.name}, trained on it", "0%", of("dense", None, loss), *["\u2014"] * 3],
-        ["", f"{base.name} with a router", skipped, of("span", RETROFITTED, loss), same, *clocks],
+        ["wiki text", f"{base.name}, as it is", dense, "0%", of("dense", None, untouched_loss, ".3f"), *none],
+        ["", f"{base.name}, trained on it", dense, "0%", of("dense", None, loss), *none],
+        ["", f"{base.name} with a router, trained on it", *routed],
     ]
-
-
-def _any_speed(timed: list[Row], run: str, kind: str) -> str:
-    """At whatever batch size it was timed."""
-    found = [
-        row for row in timed if row["run"] == run and row["device"].startswith(kind) and row["execution"] == "sparse"
-    ]
-    return f"{found[0]['speedup']:.2f}x, batch {found[0]['batch']}" if found else "not timed"
 
 
 def _cells(runs: Runs, found: dict[int, Record], *, dense: bool) -> list[str]:
@@ -160,20 +173,22 @@ def _cells(runs: Runs, found: dict[int, Record], *, dense: bool) -> list[str]:
     )
     beside = [runs.dense_at(seed, record.needed("flops_per_token")) for seed, record in found.items()]
     numbers = tuple(value for value in beside if isinstance(value, float))
-    same = Stat(numbers).text(".3f") if len(numbers) == len(beside) and not dense else "\u2014"
-    return [f"{skipped.mean:.0%}".replace("-0%", "0%"), loss.text(".3f"), same]
+    same = Stat(numbers).text(".3f") if len(numbers) == len(beside) and not dense else DASH
+    parameters = Stat(tuple(r.needed("parameters") for r in found.values()))
+    return [_millions(parameters), f"{skipped.mean:.0%}".replace("-0%", "0%"), loss.text(".3f"), same]
 
 
-def _speed(timed: list[Row], run: str, asked: float | None, kind: str, batch: int) -> str:
-    """Of the one checkpoint that was timed on such a device."""
+def _speed(timed: list[Row], run: str, kind: str, batch: int, asked: float | None = None) -> str:
+    """Of the one checkpoint that was timed on such a device; at whatever budget, where none is named."""
     found = [
         row["speedup"]
         for row in timed
-        if (row["run"], row["batch"], row["asked"]) == (run, batch, asked)
+        if (row["run"], row["batch"]) == (run, batch)
+        and asked in (None, row["asked"])
         and row["device"].startswith(kind)
         and row["execution"] == "sparse"
     ]
-    return f"{found[0]:.2f}x" if found else "not timed"
+    return f"{found[0]:.2f}x" if found else DASH
 
 
 def _api() -> str:
@@ -241,7 +256,7 @@ def _paper_table(path: Path) -> str:
         for published in read_rows(Path(__file__).with_name("paper.json")):
             if published["table"] != table or published["row"] not in rows:
                 continue
-            saved = f"{published['tlops_saved']:.1%}" if "tlops_saved" in published else "\u2014"
+            saved = f"{published['tlops_saved']:.1%}" if "tlops_saved" in published else DASH
             model = "TSA" if published["row"].endswith("TSA") else "dense"
             cells = [f"{task}, {measure}", model, f"{published[measure]:.4f}", saved]
             found = ours.get(f"{table}.{rows[published['row']]}")
@@ -282,7 +297,7 @@ def _faults_table(path: Path) -> str:
     others = {row["fault"]: row for row in read_rows(path.with_name("faults_baseline.json"))}
     (trainer,) = {row["trainer"] for row in others.values()}
     lines = [f"| fault | tried | outcome | {trainer} |", "|---|--:|---|---|"]
-    lines += [_fault_line(row, others.get(row["fault"], {}).get("outcome", "\u2014")) for row in read_rows(path)]
+    lines += [_fault_line(row, others.get(row["fault"], {}).get("outcome", DASH)) for row in read_rows(path)]
     return "\n".join(lines) + "\n"
 
 

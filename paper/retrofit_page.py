@@ -236,7 +236,7 @@ def searched(path: Path, base: Base) -> str:
 
 def section(base: Base, search: Path) -> str:
     model, train = base.config.model, base.config.train
-    untouched = next((stat for one in CONTENDERS if (stat := base.stat(one.name, None, _untouched))), None)
+    untouched = next((stat for one in CONTENDERS if (stat := base.stat(one.name, None, untouched_loss))), None)
     words = (
         f"{base.name}: width {model.d_model}, context {model.context}, on {_corpus(base.config)}; {train.steps:,} "
         f"steps of {train.batch_size} sequences, each contender at the learning rate of its search."
@@ -254,7 +254,7 @@ def section(base: Base, search: Path) -> str:
     return f"## {base.name}\n\n{wrapped(words)}\n\n{targets(base)}\n{losses(base)}\n{tried}"
 
 
-def _untouched(row: Row) -> float | None:
+def untouched_loss(row: Row) -> float | None:
     return row["evaluation"].get("untouched", {}).get("loss")
 
 
