@@ -204,8 +204,9 @@ def test_demo_trains_evaluates_and_reports_and_does_not_repeat_itself(tmp_path, 
     page = tmp_path / "demo" / "report" / "report.html"
     assert str(page.resolve()) in said
     assert "soft" in said
-    names = ("demo.dense", "demo.budget", "demo.tsa")
-    assert "demo.dense, demo.budget and demo.tsa were trained on corpus.txt for 2 steps each" in " ".join(said.split())
+    names = ("demo.dense", "demo.budget", "demo.span", "demo.tsa")
+    words = "demo.dense, demo.budget, demo.span and demo.tsa were trained on corpus.txt for 2 steps each"
+    assert words in " ".join(said.split())
     assert all((tmp_path / "demo" / name / "eval.json").exists() for name in names)
     assert "<svg" in page.read_text()
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "demo").glob("demo.*/*")}

@@ -15,6 +15,7 @@ _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
     demo.dense,
     demo.tsa,
     demo.budget,
+    demo.span,
     shakespeare.dense,
     shakespeare.tsa,
     shakespeare.budget,

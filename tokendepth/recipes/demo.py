@@ -7,6 +7,7 @@ from tokendepth.config import (
     MethodConfig,
     ModelConfig,
     RunConfig,
+    SpanConfig,
     TrainConfig,
     TSAConfig,
 )
@@ -33,3 +34,8 @@ def tsa() -> RunConfig:
 def budget() -> RunConfig:
     """Python's standard library, budget routing, one minute on a CPU."""
     return _run(BudgetConfig())
+
+
+def span() -> RunConfig:
+    """Python's standard library, span routing: four of six layers run where words end, half a minute on a CPU."""
+    return _run(SpanConfig(decide="rule", budget=0.45))

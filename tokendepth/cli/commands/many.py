@@ -9,6 +9,7 @@ from typing import Literal
 import tyro
 
 from tokendepth.cli.commands.one import LOADING
+from tokendepth.cli.cores import share_cores
 from tokendepth.errors import UserError
 from tokendepth.progress import Progress
 
@@ -36,6 +37,7 @@ class Sweep:
     """Also add the runs' figures to this results file."""
 
     def __call__(self) -> None:
+        share_cores()
         from rich.console import Console
 
         from tokendepth.recipes import variants

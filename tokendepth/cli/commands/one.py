@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import tyro
 
 from tokendepth.cli.arguments import draft_share
+from tokendepth.cli.cores import share_cores
 from tokendepth.config import RunConfig
 from tokendepth.errors import Interrupted, SweepStopped
 from tokendepth.progress import Progress
 from tokendepth.recipes import RECIPES, recipe, summary
 
 PARTS = ("data", "model", "method", "train")
-DEMO_TOKENS = 2**15
-"""Tokens of validation text that the demo evaluates on, so that it takes seconds."""
 LOADING = "loading PyTorch"
 
 
@@ -44,38 +43,45 @@ def config_of(chosen: Any) -> RunConfig:
 
 @dataclass(frozen=True)
 class Demo:
-    """Train three small models on your CPU, dense, budget and TSA, execute them, and show what was really saved."""
+    """Train small models on your CPU, dense, budget, span and TSA, execute them, and show what was really saved."""
 
     out: Path = Path("runs/demo")
     """Folder for the runs and the report. Finished runs are not repeated."""
 
     def __call__(self) -> None:
+        share_cores()
         from rich.console import Console
 
         from tokendepth.progress import Progress
         from tokendepth.report import build, check_extra, sentences, terminal_table
 
         check_extra()
-        print("Three small models learn to write Python: about two minutes on two cores.", file=sys.stderr)
+        print(
+            "Four small models learn to write Python: about two minutes on two cores that have nothing else to do.",
+            file=sys.stderr,
+        )
         with Progress("starting PyTorch"):
             from tokendepth.measure.evaluate import evaluate
             from tokendepth.training.loop import train
         runs = []
-        for name in ("demo.dense", "demo.budget", "demo.tsa"):
+        for name in ("demo.dense", "demo.budget", "demo.span", "demo.tsa"):
             try:
                 run = train(recipe(name), self.out / name, resume=True)
             except Interrupted as stop:  # a demo resumes without being asked to
                 raise SweepStopped(stop.exit_code - 128, self.out) from None
             if run.evaluation is None:
                 with Progress(f"{name}: executing it on validation text, and timing it"):
-                    run.write_evaluation(evaluate(run, device="cpu", tokens=DEMO_TOKENS))
+                    run.write_evaluation(evaluate(run, device="cpu"))
             runs.append(run)
         with Progress("drawing the report"):
             page = build(runs, self.out / "report", title="tokendepth demo")
         Console().print(terminal_table(runs))
         for sentence in sentences(runs):
             print(f"\n{textwrap.fill(sentence, 100)}")
-        print("\nSo short a training shows how it works, not which model is better; the README has results.")
+        print(
+            "\nSo short a training shows how it works, not which model is better, and a step of budget routing is two "
+            "passes; the README has results."
+        )
         print(f"The report, with figures and a glossary: {page.resolve()}")
 
 
@@ -90,9 +96,8 @@ class Train:
     """Continue the run in --out, or start it if there is none: repeat the same line until it is done."""
 
     def __call__(self) -> None:
-        from tokendepth.progress import Progress
-
-        with Progress("loading PyTorch"):
+        share_cores()
+        with Progress(LOADING):
             from tokendepth.training.loop import train
         config = config_of(self.recipe)
         out = self.out or Path("runs") / f"{config.recipe}-{config.train.seed}"

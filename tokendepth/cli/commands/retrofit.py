@@ -7,6 +7,7 @@ from pathlib import Path
 import tyro
 
 from tokendepth.cli.commands.one import LOADING
+from tokendepth.cli.cores import share_cores
 from tokendepth.config import TrainConfig
 from tokendepth.progress import Progress
 from tokendepth.training.retrofit_options import TRAIN, RetrofitOptions
@@ -29,6 +30,7 @@ class Retrofit(RetrofitOptions):
     """Go on with the retrofit in --out, or start it where there is none."""
 
     def __call__(self) -> None:
+        share_cores()
         with Progress(LOADING):
             from tokendepth import api
         options = {f.name: getattr(self, f.name) for f in fields(RetrofitOptions)}
