@@ -10,6 +10,13 @@ from tokendepth.cli.commands.one import LOADING, Recipe, config_of
 from tokendepth.config import RunConfig
 from tokendepth.progress import Progress
 
+SIZES = {
+    "parameters": "parameters",
+    "router_parameters": "router parameters",
+    "flops_per_token": "FLOPs per token, nothing skipped",
+    "flops_per_token_without_routers": "FLOPs per token, nothing skipped, no routers",
+}
+
 
 @dataclass(frozen=True)
 class Describe:
@@ -47,7 +54,6 @@ def _describe(config: RunConfig, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts))
         return
-    for name in ("parameters", "router_parameters", "flops_per_token", "flops_per_token_without_routers"):
-        print(f"{name.replace('_', ' '):<34} {facts[name]:>14,}")
-    for name, value in facts["memory"].items():
-        print(f"{name.replace('_', ' '):<34} {value:>14,}")
+    sizes = {words: facts[name] for name, words in SIZES.items()}
+    for words, value in (sizes | {name.replace("_", " "): size for name, size in facts["memory"].items()}).items():
+        print(f"{words:<46} {value:>14,}")
