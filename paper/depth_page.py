@@ -20,12 +20,12 @@ from tokendepth.runs.files import disk_faults, write_bytes
 HEAD = f"""\
 # Where depth pays
 
-Every method on the bytes of enwik8, tuned alike, and judged by dense models of the same cost. All have the same block
-(width 256, RMSNorm, rotary positions, SwiGLU, queries and keys normed), optimiser, batches (64 sequences of 256 bytes)
-and length ({LONG:,} steps, the first {LONG // WARM_UP} of them warm-up); they differ in what they do with depth.
+Every method on the bytes of enwik8, tuned alike, and compared with dense models of the same cost. All have the same
+block (width 256, RMSNorm, rotary positions, SwiGLU, queries and keys normed), optimiser, batches (64 sequences of 256
+bytes) and length ({LONG:,} steps, the first {LONG // WARM_UP} of them warm-up); they differ in what they do with depth.
 Choices were made on validation text; every loss in the tables of results is of the **test** split, its first
-{TOKENS:,} bytes, executed sparsely. Nobody trains by two passes: only budget routing has them, and on this text they
-cost it quality.
+{TOKENS:,} bytes, executed sparsely. No method trains by two passes here: only budget routing can, and on this text it
+cost quality.
 This page is generated from `search.json`, `depth.json`, `step_times.json`, `pass_times.json` and `spans.json` in
 [results/](../results/) by `make readme`; the rows come from `python -m paper search`, `depth`, `times`, `passes` and
 `spans`. What has no row yet is `not run`. On Tiny-Shakespeare, without tuning: [COMPARISON.md](COMPARISON.md).
@@ -131,8 +131,8 @@ def choices(found: Search, contended: Sequence[Contender] | None = None) -> str:
 
 def short_and_long(found: list[Order]) -> str:
     words = (
-        f"The two best settings of some contenders at {SHORT:,} steps and at {LONG:,}, seed 0: how far the second's "
-        "validation loss is from the first's."
+        f"The two best settings of some contenders at {SHORT:,} steps and at {LONG:,}, seed 0: the relative "
+        "difference of the second's validation loss to the first's."
     )
     rows = []
     for one in found:

@@ -52,10 +52,10 @@ def targets(results: Path, *, quick: bool = False) -> str:
         _kept(scales),
     ]
     words = (
-        "Of models with three seeds: the best of all that are routed, in time the span by a rule, each scale and batch "
-        "size for itself. With `>` or `<` no dense model that was trained loses as little, and it is beside the best "
-        f"of them. A time of {FASTER:g}x: dense models of the same loss, trained for as many steps, take {FASTER:g} "
-        "times as long. What was tried where a target was missed is in the [log](LOG.md)."
+        "Rows of loss are of the best routed model with three seeds, rows of speed of the span by a rule, at each "
+        "scale and batch size. `>` or `<`: no dense model that was trained has as low a loss, so the best of them "
+        f"stands for it. A speed of {FASTER:g}x: dense models of the same loss, trained for as many steps, take "
+        f"{FASTER:g} times as long. What was tried where a target was missed is in the [log](LOG.md)."
     )
     rows = [target.cells() for target in found]
     return f"{wrapped(words)}\n\n{table(['', 'wanted', 'found', 'reached'], rows)}"
@@ -120,7 +120,7 @@ def _learned(models: Models) -> Target:
 
 
 def _faster(scales: Sequence[Models], results: Path) -> list[Target]:
-    words, found = "time of a pass of the span by a rule at its loss", []
+    words, found = "speed of a forward pass at equal loss", []
     for (device, batch), times in pass_times(results).items():
         for scale, ratio in _times_of_the_rule(scales, times):
             where = f"{words}, {device}, batch {batch}, {scale}"
@@ -134,7 +134,7 @@ def _faster(scales: Sequence[Models], results: Path) -> list[Target]:
 
 def _sooner(scales: Sequence[Models], results: Path) -> list[Target]:
     """No target was set for it."""
-    words = "time of training the span by a rule, at the loss that it ends with"
+    words = "speed of training to the loss that the span ends with"
     found = [
         Target(f"{words}, {device}, {scale}", DASH, OUTSIDE if ratio == OUTSIDE else ratio.speedup)
         for device, times in step_times(results).items()

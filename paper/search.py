@@ -4,10 +4,10 @@
    models, which all others are judged by, the four rates at 4, 6 and 8 layers. Seed 0, 800 steps: 100 of
    warm-up, then a cosine.
 2. Each is executed sparsely on the first 262,144 bytes of the validation split.
-3. Beside each loss stands that of dense models of the same executed FLOPs: the straight pieces between the best of four
-   rates at 4, 6 and 8 layers. Beyond the ends of that line its last point stands for it. The run with the smallest
-   relative difference to the line is the contender's choice; of dense models, the rate with the lowest loss at each
-   number of layers. Attention within a packed sequence counts as wide as that sequence.
+3. Each loss is compared with that of dense models of the same executed FLOPs: linear interpolation between the best of
+   four rates at 4, 6 and 8 layers, constant beyond the ends. The run with the smallest relative difference is the
+   contender's choice; of dense models, the rate with the lowest loss at each number of layers. Attention within a
+   packed sequence is counted at the length of that sequence.
 4. A model that can be executed at several costs is judged where its FLOPs come nearest to those of six dense layers.
 5. A run whose loss or gradient stops being finite has lost.
 

@@ -18,7 +18,7 @@ from paper.compare import compare
 from paper.comparison import document, judge, matched_parameters, trained_alike, verdicts
 from paper.grid import Deadline, same
 from paper.outcomes import COSTS, OUTSIDE, Outcomes, interpolate
-from paper.schematic import ATTENDED, SCHEMATICS, WORKED
+from paper.schematic import ATTENDED, PASSED, SCHEMATICS, WORKED
 from paper.settings import RUNS, SETTINGS, SHAKESPEARE, Setting
 from paper.tradeoffs import NAMES, series
 from tests.shown import every_update
@@ -386,8 +386,10 @@ def test_the_drawings_are_true():
             assert all(b == WORKED for b, a in zip(below, above, strict=True) if a == WORKED), method
     assert all(row.count(WORKED) == 4 for _, row in SCHEMATICS["budget"].layers[1:])
     assert any(ATTENDED in row for _, row in SCHEMATICS["switch"].layers)
-    _, *span, _ = (row for _, row in SCHEMATICS["span"].layers)
-    assert len(span) == 4
-    assert len(set(span)) == 1, "one decision for all of its blocks"
-    assert span[0].startswith(WORKED), "updates are carried, so the first token takes it"
+    span = SCHEMATICS["span"]
+    (taken,) = {row for _, row in span.layers if PASSED in row}  # one decision for all of its blocks
+    assert [PASSED in row for _, row in span.layers] == [False] * 3 + [True] * 4 + [False] * 2, "as the study has it"
+    assert span.carried == 6, "from the last of them"
+    ends = [place == 0 or not letter.isalnum() for place, letter in enumerate(span.text)]
+    assert [letter == WORKED for letter in taken] == ends, "the first token, and where words end"
     assert SCHEMATICS.keys() <= METHODS.keys()
