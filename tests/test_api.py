@@ -138,6 +138,7 @@ def test_evaluating_part_of_a_split_keeps_nothing(run):
         (lambda model, run: model("a", execution="fast"), "execution is 'fast'; expected one of soft, hard, sparse"),
         (lambda model, run: td.load(run, device="gpu"), "device is 'gpu'; expected auto, cpu or cuda"),
         (lambda model, run: td.load("nowhere"), "nowhere"),
+        (lambda model, run: td.evaluate(run, tokens=0), "tokens is 0; expected at least 1, or None"),
         (lambda model, run: td.recipe("demo.tsa", {"train.step": 1}), "did you mean '--train.steps'"),
         (lambda model, run: td.recipe("demo.tsa", {"train.steps": "many"}), "train.steps is 'many'"),
         (lambda model, run: td.recipe("demo.tsa", {"train.steps": 1.5}), "train.steps is 1.5"),

@@ -7,8 +7,10 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from tokendepth import data, methods
 from tokendepth.config import RunConfig
-from tokendepth.data.dataset import Split
+from tokendepth.data.dataset import HeldOut
+from tokendepth.errors import UserError
 from tokendepth.importing import convert
+from tokendepth.importing.checkpoint import read_checkpoint
 from tokendepth.infer import generate as generating
 from tokendepth.infer.compile import compiled
 from tokendepth.infer.generate import Generation
@@ -134,7 +136,7 @@ def load(run: Run | str | Path, *, device: str = "auto", budget: float | None = 
 def evaluate(
     run: Run | str | Path,
     *,
-    split: Split = "val",
+    split: HeldOut = "val",
     device: str = "auto",
     timing: bool = True,
     budget: float | None = None,
@@ -291,7 +293,12 @@ def _dense_run(model: Run | str | Path, out: Path) -> Run:
     if not foreign:
         return Run.open(path)
     imported = out.with_name(f"{out.name}-base")
-    return Run.open(imported) if Run(imported).finished else convert.import_model(path, imported)
+    if not Run(imported).finished:
+        return convert.import_model(path, imported)
+    base = Run.open(imported)
+    if (base.env or {}).get("imported_sha256") != read_checkpoint(path).sha256:
+        raise UserError(f"{imported} holds another model than {path}; choose another --out, or remove that folder")
+    return base
 
 
 def _path(run: Run | str | Path) -> str | Path:

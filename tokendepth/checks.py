@@ -51,6 +51,11 @@ def printable(word: object) -> str:
     return repr(str(word))[1:-1]
 
 
+def is_optional(hint: Any) -> bool:
+    """Whether it is a type or None, which Python keeps in two ways: `int | None`, and `Literal[...] | None`."""
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
 def coerce(hint: Any, value: object, name: str) -> Any:
     """`value` if it is of the type `hint`, else a UserError. An int may stand for a float, nothing else may."""
     if type(value) is hint:  # as nearly always
@@ -61,10 +66,11 @@ def coerce(hint: Any, value: object, name: str) -> Any:
         options = typing.get_args(hint)
         check(value in options, name, value, "one of " + ", ".join(map(str, options)))
         return value
-    if isinstance(hint, types.UnionType):
+    if is_optional(hint):
         if value is None:
             return None
-        (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
+        (inner,) = (option for option in typing.get_args(hint) if option is not type(None))
+        return coerce(inner, value, name)
     if hint is float and type(value) is int and abs(value) < 2**1000:
         value = float(value)
     expected = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -7,13 +7,12 @@ a wrong one raises `UserError`.
 
 import dataclasses
 import math
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tokendepth.checks import check, check_range, check_types, coerce, flag, printable, types_of
+from tokendepth.checks import check, check_range, check_types, coerce, flag, is_optional, printable, types_of
 from tokendepth.data_config import CORPORA as CORPORA
 from tokendepth.data_config import DEFAULT_SOURCE_LENGTH, DataConfig
 from tokendepth.data_config import NO_CORPUS as NO_CORPUS
@@ -283,8 +282,8 @@ def _build(cls: type, tree: object, prefix: str) -> Any:
 
 def parse_value(hint: Any, text: str, name: str) -> Any:
     """Parse `text` from a command line or a sweep, as strictly as JSON is checked."""
-    inner = [a for a in typing.get_args(hint) if a is not type(None)] if isinstance(hint, types.UnionType) else [hint]
-    if text == "None" and isinstance(hint, types.UnionType):
+    inner = [a for a in typing.get_args(hint) if a is not type(None)] if is_optional(hint) else [hint]
+    if text == "None" and is_optional(hint):
         return None
     for kind in inner:
         if kind is bool and text in ("True", "False", "true", "false"):

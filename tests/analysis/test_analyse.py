@@ -177,5 +177,7 @@ def test_another_text_and_its_beginning(seeds, tmp_path):
     corpus = write_corpus(tmp_path, TEXT * 3)
     found = analyse(seeds[:1], corpus=corpus, split="test", tokens=400, device="cpu")
     assert (found["corpus"], found["split"]) == (corpus, "test")
+    alone = analyse(str(seeds[0].path), corpus=corpus, split="test", tokens=400, device="cpu")
+    assert alone["runs"] == found["runs"], "one run needs no list"
     assert 400 <= found["runs"][0]["tokens"] < 450
     assert np.isfinite(found["runs"][0]["loss"]["value"])

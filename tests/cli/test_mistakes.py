@@ -17,7 +17,7 @@ from paper.__main__ import PAPER
 from tests.tiny import tiny, write_corpus
 from tokendepth.cli.arguments import Program
 from tokendepth.cli.doctor import EXTRAS
-from tokendepth.cli.main import TOKENDEPTH, main, program
+from tokendepth.cli.main import TOKENDEPTH, main, parse, program
 from tokendepth.config import BudgetConfig
 from tokendepth.errors import Interrupted, UserError
 from tokendepth.runs.run import Run
@@ -77,6 +77,31 @@ def test_the_temperatures_at_the_ends(temperature, run, capsys):
 )
 def test_odd_values(of, words, said, capsys):
     assert said in refused(capsys, *words, of=of)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--budget", "1.2"], "--budget is 1.2; expected a number above 0 and up to 1"),
+        (["--method", "drop", "--begin", "1"], "--begin is of --method span, but the method is drop; drop it"),
+        (["--train.steps", "0"], "train.steps is 0; expected"),
+        (["--rank", "0"], "rank is 0; expected a number from 1 to 100000; set it with --rank"),
+        (["--distill", "2"], "distill is 2.0; expected a number from 0 to 1; set it with --distill"),
+        (["--routers-first", "2"], "set it with --routers-first"),
+        (["--no-bypass", "--method", "drop"], "--no-bypass is of --method span"),
+        (["--router", "foo"], "router is 'foo'; expected one of kl, teacher, loss, update, straight, dice"),
+        (["--router", "dice", "--method", "drop"], "--router is 'dice', but the method is drop"),
+    ],
+    ids=" ".join,
+)
+def test_options_of_a_retrofit_that_do_not_fit_each_other(words, said, capsys):
+    assert said in refused(capsys, "retrofit", "run", "--out", "x", *words)
+
+
+@pytest.mark.parametrize("router", ["dice", "teacher", "None"])
+def test_a_router_can_be_named(router):
+    command = parse(["retrofit", "run", "--out", "x", "--router", router])
+    assert command.router == (None if router == "None" else router)
 
 
 def test_too_many_tokens(run, capsys):

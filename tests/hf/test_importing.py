@@ -244,6 +244,19 @@ def test_routers_are_put_into_a_model_of_others(tmp_path, corpus):
     assert 0 < td.load(routed)(ids).trace.totals().active_fraction < 1
     with pytest.raises(td.UserError, match="without a corpus; name a text"):
         td.retrofit(folder, tmp_path / "other", show=False)
+    with pytest.raises(td.UserError, match=r"character '\\ud800' at position 2 .*leave it out"):
+        td.load(base)("ab\ud800")
+
+
+def test_a_base_of_another_model_is_not_taken_for_the_one_that_is_named(tmp_path, corpus):
+    """It was left beside --out by an earlier retrofit, or is a run of the user's."""
+    one, other = write_llama(tmp_path / "one"), write_llama(tmp_path / "other")
+    save_file({name: 2 * weight for name, weight in weights(LLAMA).items()}, other / "model.safetensors")
+    import_model(one, tmp_path / "run-base", corpus=corpus)
+    with pytest.raises(td.UserError, match="run-base holds another model than "):
+        td.retrofit(other, tmp_path / "run", corpus=corpus, context=32, show=False)
+    changes = {"train.steps": 1, "train.batch_size": 2}
+    assert td.retrofit(one, tmp_path / "run", corpus=corpus, context=32, changes=changes, show=False).finished
 
 
 def test_windows_begin_as_texts_begin(tmp_path, corpus):

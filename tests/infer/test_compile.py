@@ -90,6 +90,17 @@ def test_weights_that_change_afterwards_are_seen():
     check(other, fast[other])
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("compiler")  # which takes seconds to start
+@torch.no_grad()
+def test_one_sequence_of_grouped_heads():
+    """Its attention is one op to the compiler, which is told how the result lies in memory."""
+    model = build(RunConfig(model=replace(MODERN, n_head=4, n_kv_head=2), method=BudgetConfig())).eval()
+    calibrate_on(model, IDS, 0.5)
+    expected, found = model(IDS[:1], execution="sparse"), compiled(model)(IDS[:1], execution="sparse")
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-6)
+
+
 def test_freed_memory_is_kept():
     """Pages that were touched once are not cleared again: 64 MiB have 16,384 of them."""
     keep_freed_memory()

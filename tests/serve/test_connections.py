@@ -29,6 +29,12 @@ def connected(served: Served) -> socket.socket:
     return socket.create_connection(("127.0.0.1", served.port))
 
 
+def test_answers_are_sent_at_once():
+    """asyncio before Python 3.12 turns Nagle's algorithm off only where the protocol is named."""
+    with server.listening("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
+
+
 def test_beyond_as_many_connections_as_files_one_is_told_to_come_back(served: Served, monkeypatch):
     served.wait_until_free()
     with connected(served) as idle:

@@ -336,6 +336,8 @@ def test_what_was_measured_is_not_measured_again(base, tmp_path, monkeypatch):
     assert resumed.config == config
     with pytest.raises(UserError, match="holds another run: its method"):
         td.retrofit(base, tmp_path / "run", budget=0.7, changes=STEPS, length=2, resume=True, show=False)
+    with pytest.raises(UserError, match="resume it with the --budget and --length it began with"):
+        td.retrofit(base, tmp_path / "run", budget=0.7, changes=STEPS, length=3, resume=True, show=False)
 
 
 def test_a_base_that_is_gone_or_another(base, tmp_path):

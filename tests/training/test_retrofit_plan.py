@@ -162,8 +162,8 @@ def dense_of(text: str, folder, **changes) -> Run:
         ({"corpus": "text:nowhere.txt"}, "data.corpus is 'text:nowhere.txt': no such file"),
         ({"corpus": "shakespear"}, "data.corpus is 'shakespear': no such corpus; did you mean"),
         ({"context": 8}, "--context is 8, but"),
-        ({"rank": 0}, "retrofit.rank is 0; expected a number from 1"),
-        ({"distill": -1}, "retrofit.distill is -1"),
+        ({"rank": 0}, "rank is 0; expected a number from 1"),
+        ({"distill": -1}, "distill is -1"),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from tokendepth.analysis.table import named, tabulate
 from tokendepth.analysis.windows import FEWEST, Windows
 from tokendepth.config import method_name, to_dict
 from tokendepth.data import TextDataset
-from tokendepth.data.dataset import Split
+from tokendepth.data.dataset import HeldOut
 from tokendepth.data.of_run import dataset_of
 from tokendepth.errors import UserError
 from tokendepth.measure.evaluate import batches, load_model
@@ -30,7 +30,7 @@ VERSION = 1
 def analyse(
     runs: Sequence[Run | str | Path],
     *,
-    split: Split = "val",
+    split: HeldOut = "val",
     tokens: int | None = None,
     corpus: str | None = None,
     device: str = "auto",
@@ -40,6 +40,8 @@ def analyse(
 
     `tokens` takes only the beginning of the split, `corpus` is another text than the runs' own. `show` prints progress.
     """
+    if isinstance(runs, Run | str | Path):
+        runs = [runs]
     if split not in ("val", "test"):
         raise UserError(f"split is {split!r}; expected val or test; set it with --split")
     if tokens is not None and tokens < 1:
@@ -88,7 +90,7 @@ def check_seeds(runs: Sequence[Run]) -> None:
 
 
 def _of_run(
-    run: Run, split: Split, tokens: int | None, corpus: str | None, device: str, progress: Progress
+    run: Run, split: HeldOut, tokens: int | None, corpus: str | None, device: str, progress: Progress
 ) -> tuple[Tokens, dict[str, Any]]:
     progress.update(note="reading the run and its corpus")
     where = choose_device(device)

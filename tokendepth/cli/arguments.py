@@ -64,6 +64,8 @@ def checked(arguments: list[str], program: Program) -> list[str]:
     for name in required:
         if name not in positional and flag(name) not in dict(given):
             raise UserError(f"{command} needs {flag(name)} with a value; {ask}")
+    if hasattr(program.commands[command], "__post_init__"):
+        _check_together(program.commands[command], given, own)
     return [command, *words, *joined]
 
 
@@ -157,6 +159,25 @@ def _value(name: str, text: str | None, hint: Any, ask: str) -> str:
     elif not any(typing.get_origin(kind) is tuple for kind in kinds):  # of words any will do
         parse_value(hint, text, _dotted(name))
     return text
+
+
+def _check_together(command: type, given: Options, known: dict[str, Any]) -> None:
+    """Make the command once, so that its own checks are heard: the parser keeps to itself what they say."""
+    switches, values, parts = _switches(known), dict[str, Any](), dict[str, dict[str, Any]]()
+    for name, text in given:
+        on = switches.get(name, name)
+        part, _, key = _dotted(on).rpartition(".")
+        if text is None:
+            value = on == name
+        elif Path in (known[on], *typing.get_args(known[on])):
+            value = Path(text)
+        else:
+            value = parse_value(known[on], text, _dotted(on))
+        (parts.setdefault(part, {}) if part else values)[key] = value
+    fields: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(command)}
+    changed = {part: dataclasses.replace(fields[part], **inside) for part, inside in parts.items()}
+    needed = {name: Path() for name, default in fields.items() if default is dataclasses.MISSING}
+    command(**needed | values | changed)
 
 
 def _check_path(name: str, text: str) -> None:

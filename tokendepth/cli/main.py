@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None, of: Program = TOKENDEPTH) -> None:
             _say(str(stopped))
         sys.exit(stopped.exit_code)
     except KeyboardInterrupt:
-        _say("interrupted before there was anything to save")
+        _say("interrupted; what was saved before is intact")
         sys.exit(130)
     except (ImportError, MemoryError, OSError, RuntimeError) as error:
         line = _fault_of_the_machine(error)

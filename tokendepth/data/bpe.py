@@ -57,6 +57,11 @@ def tokenizers_library() -> types.ModuleType:
     return tokenizers
 
 
+def check_characters(text: str) -> None:
+    if half := re.search("[\ud800-\udfff]", text):
+        raise no_token(text, half.start(), "is half a surrogate pair, not a character; leave it out") from None
+
+
 @dataclass(frozen=True)
 class BPETokenizer(Tokenizer):
     """A Hugging Face tokenizer: usually BPE, but any kind that their library reads.
@@ -129,10 +134,7 @@ class BPETokenizer(Tokenizer):
             found = self._library.encode_batch_fast(batch, add_special_tokens=False)
         except TypeError:
             for text in batch:
-                if half := re.search("[\ud800-\udfff]", text):
-                    raise no_token(
-                        text, half.start(), "is half a surrogate pair, not a character; leave it out"
-                    ) from None
+                check_characters(text)
             raise
         except Exception as error:
             raise UserError(

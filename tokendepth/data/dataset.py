@@ -10,6 +10,8 @@ from tokendepth.data.tokenizer import Tokenizer
 from tokendepth.errors import UserError
 
 Split = Literal["train", "val", "test"]
+HeldOut = Literal["val", "test"]
+"""Parts that losses are measured on."""
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 NO_LOSS = -100

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tokendepth.data.bpe import BPETokenizer, tokenizers_library
+from tokendepth.data.bpe import BPETokenizer, check_characters, tokenizers_library
 from tokendepth.errors import UserError
 
 
@@ -40,6 +40,7 @@ class ImportedTokenizer(BPETokenizer):
 
     def encode_prompt(self, text: str) -> list[int]:
         """As transformers does: with what every text begins with, and special tokens where they are spelled out."""
+        check_characters(text)
         return [*self.begins, *self._of_prompts.encode(text, add_special_tokens=False).ids]
 
     @functools.cached_property

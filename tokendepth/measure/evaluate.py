@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokendepth.config import NO_CORPUS, DenseConfig, RunConfig, method_name
 from tokendepth.data import Dataset
-from tokendepth.data.dataset import NO_LOSS, Split
+from tokendepth.data.dataset import NO_LOSS, HeldOut, Split
 from tokendepth.data.of_run import dataset_of
 from tokendepth.errors import UserError
 from tokendepth.measure import calibrate
@@ -98,7 +98,7 @@ def load_model(run: Run, device: torch.device) -> LanguageModel:
 def evaluate(
     run: Run,
     *,
-    split: Split = "val",
+    split: HeldOut = "val",
     device: str = "auto",
     timing: bool = True,
     budget: float | None = None,
@@ -119,7 +119,7 @@ def evaluate(
 
 def _evaluate(
     run: Run,
-    split: Split,
+    split: HeldOut,
     device: str,
     timing: bool,
     budget: float | None,
@@ -133,6 +133,8 @@ def _evaluate(
         calibrate.check(run, budget or 1.0)
     if split not in ("val", "test"):
         raise UserError(f"split is {split!r}; expected val or test; set it with --split")
+    if tokens is not None and tokens < 1:
+        raise UserError(f"tokens is {tokens}; expected at least 1, or None for the whole split")
     config, where = run.config, choose_device(device)
     progress.update(note="reading the run and its corpus")
     dataset, model = dataset_of(run, corpus), load_model(run, where)

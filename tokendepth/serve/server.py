@@ -86,7 +86,8 @@ def listening(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError):
         raise UserError(f"--host is {host!r}; expected a name or an address of this machine") from None
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Named, or asyncio before Python 3.12 lets answers wait for 40 ms to be sent together (Nagle's algorithm).
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     try:

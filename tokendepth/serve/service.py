@@ -69,7 +69,11 @@ class Service:
         """The requests to the engine, one for each choice of each prompt; a Refusal where they do not fit the model."""
         most, texts = self.limits.slots + self.limits.queue, max(1, len(asked.prompts)) * asked.choices
         if texts > most:
-            raise Refusal(400, f"{texts} texts are asked for at once; expected {most} at most", param="n")
+            raise Refusal(
+                400,
+                f"{texts} texts are asked for at once; expected {most} at most, by --slots and --queue of the server",
+                param="n",
+            )
         size = self.engine.tokenizer.vocab_size
         if outside := [token for token in asked.sampling.logit_bias if token >= size]:
             raise Refusal(400, f"logit_bias has token {outside[0]}; expected 0 to {size - 1}", param="logit_bias")

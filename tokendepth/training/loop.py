@@ -340,8 +340,8 @@ class _Training:
             state = {**self.optimiser_step.state(), "progress": np.array([self.tokens, self.tlops])}
             if bad := next((name for name, array in state.items() if not np.isfinite(array).all()), None):
                 raise UserError(
-                    f"step {step}: {bad} is not finite, so it is not saved; the last checkpoint is intact; go on from "
-                    "it with --resume; if it happens again, train anew in another --out with a lower --train.lr"
+                    f"step {step}: {bad} is not finite, so it is not saved; what was saved before is intact: go on "
+                    "from it with --resume; if it happens again, train anew in another --out with a lower --train.lr"
                 )
             with self.progress.pause("saving"):
                 self.run.save_checkpoint(step, state, self.files, self.metrics)

@@ -50,5 +50,6 @@ class TrainingProgress(Progress):
         if self.show and not self.live:
             loss = loss_in_words(row["val_loss"], row.get("val_bits_per_byte"))
             numbers = f"validation loss {loss}, active {row['val_active_fraction']:.3f}"
-            numbers += f", {self.tokens_per_s:,.0f} tokens/s"
+            if self.tokens_per_s:  # else no step was taken yet
+                numbers += f", {self.tokens_per_s:,.0f} tokens/s"
             console.print(f"{self.title}: step {step}/{self.steps}, {numbers}", markup=False, soft_wrap=True)

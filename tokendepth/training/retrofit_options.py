@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from tokendepth.checks import check_range
 from tokendepth.config import TrainConfig
 from tokendepth.errors import UserError, did_you_mean
 
@@ -35,7 +36,7 @@ class RetrofitOptions:
     begin: int | None = None
     """First block of the span, counted from 0; measured unless set."""
     length: int | None = None
-    """Blocks in the span; unless set, as many as it takes for half of the tokens to skip them."""
+    """Blocks in the span; unless set, as many as it takes when a quarter of the tokens takes them."""
     choose: Choice = "alike"
     """Which blocks: those whose states before and after are most alike, or without which the loss rises least."""
     bypass: bool = True
@@ -68,6 +69,10 @@ class RetrofitOptions:
         if not 0 < self.budget <= 1:
             expected = "a number above 0 and up to 1, the share of the blocks' FLOPs that is to be executed"
             raise UserError(f"--budget is {self.budget:g}; expected {expected}")
+        check_range("rank", self.rank, 1, 100_000)
+        check_range("distill", self.distill, 0, 1)
+        check_range("draft", self.draft, 0)
+        check_range("routers_first", self.routers_first, 0, 1)
         if not self.bypass and self.method != "span":
             raise UserError(f"--no-bypass is of --method span, but the method is {self.method}; drop it")
         if self.draft and not known:

@@ -238,7 +238,12 @@ class _Measured:
 
     def span(self, length: int) -> range:
         if self.begun is not None:
-            begin = getattr(self.begun.method, "begin", 0)
+            begin, own = getattr(self.begun.method, "begin", 0), getattr(self.begun.method, "length", length)
+            if length != own:
+                raise UserError(
+                    f"{self.options.budget:g} of the FLOPs wants a span of {length} blocks, but the run that is to be "
+                    f"resumed has one of {own}; resume it with the --budget and --length it began with"
+                )
             return range(begin, begin + length)
         return self._chosen(length)
 

@@ -195,7 +195,7 @@ class OptimiserStep:
             bad = _first_not_finite("gradient", self.parameters, self.gradients)
         return (
             f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}, first not finite: {bad or 'the loss'}; stopped "
-            "before the update, the last checkpoint is intact; go on from it with --resume; if it happens again, train "
+            "before the update; what was saved is intact: go on from it with --resume; if it happens again, train "
             "anew in another --out with a lower --train.lr or --train.clip, or check the data"
         )
 

@@ -85,7 +85,7 @@ def _of_one_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     if group > 1:  # the query heads that share a head of keys are further rows of it: no key is copied
         rows = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)
         attended = _products(rows, k, v, bias.repeat(group, 1))
-        return attended.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
+        return attended.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2).contiguous()
     return _products(q.transpose(0, 1), k, v, bias).transpose(0, 1).contiguous()
 
 
