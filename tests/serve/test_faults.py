@@ -62,7 +62,7 @@ def healthy(served: Served) -> bool:
         ({"temperature": "warm"}, 400, "temperature", "temperature is 'warm'; expected a number from 0 to 2"),
         ({"top_p": 0}, 400, "top_p", "top_p is 0; expected a number above 0 up to 1"),
         ({"n": 9}, 400, "n", "n is 9; expected a whole number from 1 to 8"),
-        ({"n": 8, "prompt": ["a", "b"]}, 400, "n", "16 texts are asked for at once; expected 12 at most, by --slots and"),
+        ({"n": 8, "prompt": ["a", "b"]}, 400, "n", "16 texts are asked for at once; expected 12 at most, by"),
         ({"stop": ["a"] * 5}, 400, "stop", "expected up to 4 strings of 1 to 1000 characters"),
         ({"stop": ""}, 400, "stop", "stop is ''"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", "logit_bias is {'x': 1}; expected an object of token ids"),
