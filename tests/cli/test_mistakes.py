@@ -98,6 +98,23 @@ def test_options_of_a_retrofit_that_do_not_fit_each_other(words, said, capsys):
     assert said in refused(capsys, "retrofit", "run", "--out", "x", *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["training", "--fractions", "7"],
+            "--fractions is of bench forward and decode, not of bench training",
+        ),
+        (["serve", "--run", "r", "--processes", "2"], "--processes is of bench forward, not of bench serve; drop it"),
+        (["decode", "--corpus", "text:x"], "--corpus is a text for a run; name the run with --run, or drop it"),
+        (["forward", "--run", "r", "--shapes", "paper"], "--shapes is of random decisions, and a run has its own"),
+    ],
+    ids=" ".join,
+)
+def test_options_of_another_benchmark(words, said, capsys):
+    assert said in refused(capsys, "bench", *words)
+
+
 @pytest.mark.parametrize("router", ["dice", "teacher", "None"])
 def test_a_router_can_be_named(router):
     command = parse(["retrofit", "run", "--out", "x", "--router", router])

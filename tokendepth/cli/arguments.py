@@ -65,7 +65,7 @@ def checked(arguments: list[str], program: Program) -> list[str]:
         if name not in positional and flag(name) not in dict(given):
             raise UserError(f"{command} needs {flag(name)} with a value; {ask}")
     if hasattr(program.commands[command], "__post_init__"):
-        _check_together(program.commands[command], given, own)
+        _check_together(program.commands[command], dict(zip(positional, words, strict=False)), given, own)
     return [command, *words, *joined]
 
 
@@ -161,7 +161,7 @@ def _value(name: str, text: str | None, hint: Any, ask: str) -> str:
     return text
 
 
-def _check_together(command: type, given: Options, known: dict[str, Any]) -> None:
+def _check_together(command: type, words: dict[str, str], given: Options, known: dict[str, Any]) -> None:
     """Make the command once, so that its own checks are heard: the parser keeps to itself what they say."""
     switches, values, parts = _switches(known), dict[str, Any](), dict[str, dict[str, Any]]()
     for name, text in given:
@@ -176,8 +176,7 @@ def _check_together(command: type, given: Options, known: dict[str, Any]) -> Non
         (parts.setdefault(part, {}) if part else values)[key] = value
     fields: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(command)}
     changed = {part: dataclasses.replace(fields[part], **inside) for part, inside in parts.items()}
-    needed = {name: Path() for name, default in fields.items() if default is dataclasses.MISSING}
-    command(**needed | values | changed)
+    command(**words | values | changed)
 
 
 def _check_path(name: str, text: str) -> None:

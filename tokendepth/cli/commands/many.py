@@ -2,7 +2,8 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -62,6 +63,16 @@ class Sweep:
             sys.exit(1)
 
 
+OPTIONS_OF: dict[str, tuple[str, ...]] = {
+    "forward": ("fractions", "batches", "shapes", "run", "corpus", "processes"),
+    "decode": ("fractions", "batches", "shapes", "run", "corpus"),
+    "speculation": ("run", "corpus"),
+    "training": (),
+    "serve": ("run", "clients", "against", "server", "model"),
+}
+"""What may be said of each benchmark, beside what all of them take."""
+
+
 @dataclass(frozen=True)
 class Bench:
     """Time this machine: what skipping gains in a pass, token by token, in drafts and in a server; training's cost."""
@@ -98,6 +109,18 @@ class Bench:
     """serve --against: what to call it in the rows."""
     model: str | None = None
     """serve --against: the name of its model; by default the first that it lists."""
+
+    def __post_init__(self) -> None:
+        given = {f.name for f in fields(self) if getattr(self, f.name) != f.default}
+        for name in dict.fromkeys(chain.from_iterable(OPTIONS_OF.values())):
+            if name in given and name not in OPTIONS_OF[self.what]:
+                owners = " and ".join(what for what, names in OPTIONS_OF.items() if name in names)
+                raise UserError(f"--{name} is of bench {owners}, not of bench {self.what}; drop it")
+        for name in ("fractions", "shapes"):
+            if self.run and name in given:
+                raise UserError(f"--{name} is of random decisions, and a run has its own; drop it, or --run")
+        if "corpus" in given and not self.run:
+            raise UserError("--corpus is a text for a run; name the run with --run, or drop it")
 
     def __call__(self) -> None:
         if self.what == "forward":
