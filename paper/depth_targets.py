@@ -25,6 +25,8 @@ BETTER = {
 """By how much the best routed model was to beat dense models of its executed FLOPs, by scale."""
 FASTER, KEPT = 1.15, 0.6
 """Than dense models of its loss; and the share of their keys and values."""
+LITTLE = 0.01
+"""Training was to go on until twice the steps gain the dense model less than this."""
 CONTROLS = ("thin", "switch")
 """Not routed in depth: one is dense, and the other spends the same on every token."""
 
@@ -47,6 +49,7 @@ def targets(results: Path, *, quick: bool = False) -> str:
     found += [
         _thin(scales[0]),
         _learned(scales[0]),
+        _trained_enough(results, quick=quick),
         *_faster(scales, results),
         *_sooner(scales, results),
         _kept(scales),
@@ -117,6 +120,20 @@ def _learned(models: Models) -> Target:
     gap = Stat(tuple(mine - rule[seed] for seed, mine in learned[best].items() if seed in rule))
     reached = "yes" if gap.mean <= 0 else "even" if gap.mean <= 2 * (gap.std or 0.0) else "no"
     return Target(words, "no worse", f"{gap.text('+.2%')} ({best.title})", reached)
+
+
+def _trained_enough(results: Path, *, quick: bool) -> Target:
+    """The doublings that gain little; if there is none, the last."""
+    words, wanted = "what twice the steps gain the dense model with six layers", f"less than {LITTLE:.0%}"
+    doubled = spans.doublings(results, quick=quick)
+    if not doubled:
+        return Target(words, wanted, NOT_RUN)
+    little = [one for one in doubled if -one.test.mean < LITTLE]
+    said = []
+    for one in little or doubled[-1:]:
+        gain = Stat(tuple(-change for change in one.test.values)).text(".2%")
+        said.append(f"{gain} from {one.steps:,}{'' if one.test.std else ' (one seed)'}")
+    return Target(words, wanted, "; ".join(said), "yes" if little else "no")
 
 
 def _faster(scales: Sequence[Models], results: Path) -> list[Target]:

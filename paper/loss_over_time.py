@@ -52,9 +52,12 @@ def draw(found: Sequence[Line], devices: dict[str, Times]) -> Drawing | None:
         axes.set_xlabel(f"seconds of training, {device}")
         axes.set_ylabel("test loss, executed\n(nats per byte)")
         legend_below(figure, handles)
-        for line, one in zip(timed, series, strict=True):
-            words = [(f"{steps // 1000}k", x, y) for steps, (x, y, _) in zip(line.losses, one.points, strict=True)]
-            labels.beside(axes, words, fontsize=7, color=one.colour)
+        words = [
+            (f"{steps // 1000}k", x, y, one.colour)
+            for line, one in zip(timed, series, strict=True)
+            for steps, (x, y, _) in zip(line.losses, one.points, strict=True)
+        ]
+        labels.beside(axes, words, fontsize=7)
         caption = (
             "Test text of enwik8, bytes, width 256: loss over the time of training, which is steps times the time of "
             f"one step alone on its device ({device}). Each mark is a training of its own, with its thousands of steps "

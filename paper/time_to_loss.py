@@ -1,11 +1,11 @@
 """How many steps a dense model takes to the loss that span routing reaches, and how long that is on every device.
 
 A dense model of one depth has a loss at every length that it was trained for; between two lengths the loss is taken to
-fall evenly with the logarithm of the steps. Losses are means over the seeds that all of these trainings have.
+fall evenly with the logarithm of the steps. Losses are means over the seeds that the span and both lengths have.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -72,15 +72,30 @@ def lines(results: Path, *, quick: bool = False) -> list[Line]:
 def reached(found: list[Line]) -> Iterator[Reached]:
     """For every length of the span all dense models that tell something."""
     for span in (line for line in found if line.method == spans.RULE):
-        for length, losses in span.losses.items():
+        for length in span.losses:
             for dense in (line for line in found if line.method == "dense"):
-                if not (seeds := set(losses).intersection(*dense.losses.values())):
-                    continue
-                loss = mean(losses[seed] for seed in seeds)
-                curve = {steps: mean(by_seed[seed] for seed in seeds) for steps, by_seed in dense.losses.items()}
-                steps, bound = steps_to(loss, curve)
-                if bound != ">" or steps > length:  # else it was not given the time to get there
-                    yield Reached(span, length, loss, len(seeds), dense, steps, bound)
+                one = _reached(span, length, dense)
+                if one and (one.bound != ">" or one.steps > length):  # else it had no time to get there
+                    yield one
+
+
+def _reached(span: Line, length: int, dense: Line) -> Reached | None:
+    """By all seeds that the two lengths around the loss share, where those that all lengths share have found these."""
+    found = _by_shared_seeds(span, length, dense, dense.losses)
+    if found is None or found.bound:
+        return found
+    around = [max(n for n in dense.losses if n <= found.steps), min(n for n in dense.losses if n >= found.steps)]
+    closer = _by_shared_seeds(span, length, dense, around)
+    return closer if closer and not closer.bound else found
+
+
+def _by_shared_seeds(span: Line, length: int, dense: Line, lengths: Iterable[int]) -> Reached | None:
+    losses, among = span.losses[length], {steps: dense.losses[steps] for steps in lengths}
+    if not (seeds := set(losses).intersection(*among.values())):
+        return None
+    loss = mean(losses[seed] for seed in seeds)
+    curve = {steps: mean(by_seed[seed] for seed in seeds) for steps, by_seed in among.items()}
+    return Reached(span, length, loss, len(seeds), dense, *steps_to(loss, curve))
 
 
 def steps_to(loss: float, curve: dict[int, float]) -> tuple[float, Bound]:
@@ -100,12 +115,12 @@ def section(results: Path, *, quick: bool = False) -> str:
         return f"{NOT_RUN}\n"
     words = (
         "How long a dense model trains to the loss that the span by a rule has after so many steps, as a multiple of "
-        "the span's time: steps times the time of a step. Losses are means over the seeds that all trainings of a row "
-        "have, n of them. Between two lengths of its training a dense model's loss is taken to fall evenly with the "
-        "logarithm of the steps, which makes its time a little too long, since losses fall faster at first. `>`: it "
-        "was not there after its longest training; `<`: it was there before the end of its shortest. Beside long "
-        "trainings stand only models that were trained so long: deeper ones are better, so they may take less time "
-        "than these."
+        "the span's time: steps times the time of a step. Losses are means over the seeds that the span and the two "
+        "trainings around its loss share, n of them. Between two lengths of its training a dense model's loss is "
+        "taken to fall evenly with the logarithm of the steps, which makes its time a little too long, since losses "
+        "fall faster at first. `>`: it was not there after its longest training; `<`: it was there before the end of "
+        "its shortest. Beside long trainings stand only models that were trained so long: deeper ones are better, so "
+        "they may take less time than these."
     )
     rows = []
     for one in found:

@@ -403,7 +403,7 @@ def test_what_a_loss_costs_is_compared_with_dense_models_of_that_loss(searched):
 
 def test_targets_stay_in_the_table_reached_or_not(searched):
     """The rule loses 2.1 where dense models lose 2.3, thin ones 2.0 and other deciders 2.2."""
-    assert depth_targets.targets(searched).count("not run") == 10, "nothing ran"
+    assert depth_targets.targets(searched).count("not run") == 11, "nothing ran"
     rows = long_rows(searched)
     for row in rows:
         config, figures = from_dict(row["config"]), row["evaluation"]["sparse"]
@@ -418,9 +418,11 @@ def test_targets_stay_in_the_table_reached_or_not(searched):
     times[-1]["pass_ms"] = [7.2]  # dense models of its loss have nine layers
     (searched / depth.PASSES).write_text(json.dumps(times))
     lines = [line.split(" | ") for line in depth_targets.targets(searched).splitlines() if line.startswith("| ")]
-    better, *scaled, thin, learned, time, sooner, kept = ((found, reached[:-2]) for _, _, found, reached in lines[2:])
+    better, *scaled, thin, learned, long, time, sooner, kept = (
+        (found, reached[:-2]) for _, _, found, reached in lines[2:]
+    )
     assert better == (f"-8.66% ± 0.04% ({timed[-1].setting.title})", "yes")
-    assert [found for found, _ in (*scaled, sooner)] == ["not run"] * 5
+    assert [found for found, _ in (*scaled, long, sooner)] == ["not run"] * 6
     assert thin[0].startswith("+5.50% ± 0.50% (")
     assert (learned[1], time, kept[1]) == ("no", ("1.25x", "yes"), "yes")
 
@@ -521,6 +523,31 @@ def test_time_to_a_loss_is_steps_times_the_time_of_a_step(searched):
         "| 4,000 | 2.2000 (n=1) | dense, 8 layers | <4,000 | — | <1.20x |",
         "| 28,000 | 1.9000 (n=1) | dense, 6 layers | >56,000 | >2.50x | >1.60x |",
     ], "four and eight layers were not trained for 28,000 steps"
+
+
+def test_trained_enough_is_told_by_the_doublings_that_gain_little(searched):
+    def long_enough(losses):
+        trained(searched, {"dense, 6 layers": losses})
+        (line,) = (one for one in depth_targets.targets(searched).splitlines() if "twice the steps" in one)
+        return line.split(" | ")[2:]
+
+    assert long_enough({28_000: 2.0, 56_000: 1.98}) == ["1.00% from 28,000 (one seed)", "no |"]
+    assert long_enough({28_000: 2.0, 56_000: 1.9, 112_000: 1.89}) == ["0.53% from 56,000 (one seed)", "yes |"]
+
+
+def test_a_time_to_a_loss_takes_all_seeds_that_the_lengths_around_it_share():
+    """The one seed of the longest training finds the lengths; the other seed is of both, and moves the loss."""
+    losses = {10: {0: 2.0, 1: 2.2}, 40: {0: 1.6, 1: 1.6}, 80: {0: 1.5}}
+    dense = time_to_loss.Line("dense, 6 layers", "dense", "six", losses)
+
+    def found(rule):
+        (one,) = time_to_loss.reached([dense, time_to_loss.Line("rule", spans.RULE, "rule", {10: rule})])
+        return one.loss, one.seeds, one.steps, one.bound
+
+    assert found({0: 1.8, 1: 1.9}) == (pytest.approx(1.85), 2, pytest.approx(20), "")
+    assert found({0: 1.8}) == (1.8, 1, pytest.approx(20), "")
+    assert found({0: 1.8, 1: 2.9}) == (1.8, 1, pytest.approx(20), ""), "with both seeds these lengths are not around it"
+    assert found({0: 1.4, 1: 1.7}) == (1.4, 1, 80, ">")
 
 
 def test_time_to_a_loss_is_of_shared_seeds(searched):

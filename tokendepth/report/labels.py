@@ -31,13 +31,13 @@ LINE = 9
 """Points from one line of words above the frame to the next."""
 
 
-def beside(axes: Axes, words: Iterable[tuple[str, float, float]], **look: object) -> None:
-    """Write each text beside its point `(x, y)`."""
+def beside(axes: Axes, words: Iterable[tuple[str, float, float, str]], **look: object) -> None:
+    """Write texts (text, x, y, colour), each beside its point."""
     _lay_out(axes)
     lines, marks = (np.concatenate(found) for found in zip(*_drawn(axes), strict=True))
     frame, taken, words = axes.get_window_extent(), _boxes(axes), list(words)
-    for text, x, y in words:
-        tried, others = [], np.array([(a, b) for _, a, b in words if (a, b) != (x, y)]).reshape(-1, 2)
+    for text, x, y, colour in words:
+        tried, others = [], np.array([(a, b) for _, a, b, _ in words if (a, b) != (x, y)]).reshape(-1, 2)
         others = axes.transData.transform(others)
         for distance in DISTANCES:
             for right, up, ha, va in PLACES:
@@ -51,7 +51,7 @@ def beside(axes: Axes, words: Iterable[tuple[str, float, float]], **look: object
                 hidden += FOREIGN * box.padded(12).count_contains(others)
                 tried.append(((covered, hidden + 2 * distance), offset, ha, va, box))
         _, offset, ha, va, box = min(tried, key=lambda one: one[0])
-        _write(axes, text, (x, y), offset, ha=ha, va=va, path_effects=[HALO], **look)
+        _write(axes, text, (x, y), offset, ha=ha, va=va, color=colour, path_effects=[HALO], **look)
         taken.append(box)
 
 

@@ -69,7 +69,7 @@ def tradeoff(
         axes.set_ylabel(f"{split} loss, executed\n(nats per token)")
         legend_below(figure, handles)
         figure.set_figheight(figure.get_figheight() + labels.above(axes, outside, top, fontsize=7))
-        labels.beside(axes, [(words, x, y) for words, (x, y, _) in dense], fontsize=7, color=INK)
+        labels.beside(axes, [(words, x, y, INK) for words, (x, y, _) in dense], fontsize=7)
         return render(figure, name, caption)
 
 
