@@ -22,6 +22,7 @@ from tokendepth.infer.engine import Engine, Request
 from tokendepth.infer.sampling import Choice, Sampler, Sampling, choose
 from tokendepth.methods import METHODS, Method
 from tokendepth.model import LanguageModel
+from tokendepth.ops.few_rows import eager as few_rows
 
 TOKENIZER = CharTokenizer("abcdefghijk")
 ROUNDING = 1e-5
@@ -359,3 +360,26 @@ def test_a_request_that_cannot_be_met_is_refused_in_one_line(prompt, options, sa
 def test_an_engine_of_no_slots_is_refused():
     with pytest.raises(UserError, match="slots is 0; expected a number from 1 up"):
         Engine(lively("dense"), TOKENIZER, slots=0)
+
+
+# --- weights that are kept packed -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", ["plentiful", "short"])
+@each_method
+def test_several_requests_use_packed_weights_where_memory_is_plentiful(case, memory, monkeypatch):
+    monkeypatch.setattr(few_rows, "SMALLEST", 0)
+    monkeypatch.setattr(few_rows, "PATIENCE", 0)
+    model, packed = lively(case), []
+    size = sum(weight.nbytes for weight in model.parameters())
+    monkeypatch.setattr("tokendepth.infer.engine.memory_bytes", lambda _: 4 * size - (memory == "short"))
+    of = few_rows.PackedMatrices.of
+    monkeypatch.setattr(
+        few_rows.PackedMatrices, "of", lambda self, matrix: packed.append(of(self, matrix)) or packed[-1]
+    )
+    engine = Engine(model, TOKENIZER, slots=len(ASKS))
+    requests = [ask.submit(engine) for ask in ASKS]
+    finish(engine)
+    for request, expected in zip(requests, reference(case), strict=True):
+        check(request, expected)
+    assert any(found is not None for found in packed) == (memory == "plentiful")

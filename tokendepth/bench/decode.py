@@ -40,6 +40,7 @@ from tokendepth.measure import calibrate
 from tokendepth.measure.clock import WARM_UP, captured, interleaved, quartiles
 from tokendepth.measure.evaluate import load_model
 from tokendepth.model import LanguageModel
+from tokendepth.ops.few_rows.eager import PackedMatrices
 from tokendepth.progress import Progress
 from tokendepth.runs.machine import choose_device, environment
 from tokendepth.runs.results import Row, add_rows
@@ -248,11 +249,14 @@ def _compared(
     traces = {}
     title = f"{name}, batch {batch}, context {context}"
     with Progress(f"{title}: compiling and checking", len(cases), unit="fractions") as progress:
-        baselines, exact = _dense_conditions(model.config, batch, context, tokens), in_float32(model)
+        dense, exact = built(model.config, DenseConfig(), device), in_float32(model)
+        packed = PackedMatrices([*model.parameters(), *dense.parameters()])  # as an engine has them
+        baselines = _dense_conditions(dense, batch, context, tokens)
         for fraction, decisions in cases.items():
             steps = _Steps(model, start, tokens, decisions)
             replayed = captured(lambda steps=steps: steps("sparse"), device)
-            found: Any = replayed()  # as timed
+            with packed.used():
+                found: Any = replayed()  # as timed
             conditions["sparse", fraction] = replayed
             traces[fraction] = [trace for _, trace in found]
             hard = _Steps(model, start, tokens, decisions)("hard")
@@ -261,7 +265,8 @@ def _compared(
                 check_equal(logits, library, wanted, same_decisions=bool((trace.work == reference.work).all()))
             progress.advance()
     conditions |= baselines
-    with Progress(f"{title}: timing", WARM_UP + REPEATS[device.type], unit="rounds") as progress:
+    rounds = WARM_UP + REPEATS[device.type]
+    with Progress(f"{title}: timing", rounds, unit="rounds") as progress, packed.used():
         spent = interleaved(conditions, REPEATS[device.type], device, graphs=True, progress=progress)
     times = {key: [value / STEPS for value in quartiles(values)] for key, values in spent.items()}
     best = min(baselines, key=lambda key: times[key][0])
@@ -294,11 +299,10 @@ def _compared(
 
 
 def _dense_conditions(
-    config: ModelConfig, batch: int, context: int, tokens: Tensor
+    dense: LanguageModel, batch: int, context: int, tokens: Tensor
 ) -> dict[tuple[str, float | None], Callable[[], object]]:
     """The router-free model in every form that might be the fastest, for as many steps."""
     device = tokens.device
-    dense = built(config, DenseConfig(), device)
 
     def steps(static: StaticDense) -> Callable[[], object]:
         return captured(lambda: [static.step(step) for step in tokens], device)

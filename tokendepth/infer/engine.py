@@ -27,6 +27,8 @@ from tokendepth.infer.requests import Found, Reason, Request, Token, columns_of,
 from tokendepth.infer.sampling import Sampler, Sampling, choose
 from tokendepth.infer.stopping import ShownText
 from tokendepth.model import LanguageModel
+from tokendepth.ops.few_rows.eager import PackedMatrices
+from tokendepth.runs.machine import memory_bytes
 from tokendepth.trace import DepthTrace, Execution
 
 MOST_TOKENS = 10**9
@@ -120,6 +122,10 @@ class Engine:
         # On a GPU all slots as one graph, where nothing is asked of the host meanwhile.
         self._captures = self.fixed and like.is_cuda and execution == "sparse" and model.can_be_captured
         self._captured = CapturedPass(self._decode_all, self.cache) if self._captures else None
+        # A copy of the weights as products of a few rows want them, where memory is plentiful.
+        size = sum(weight.nbytes for weight in model.parameters())
+        plentiful = 4 * size <= memory_bytes(torch.device("cpu"))
+        self._matrices = PackedMatrices(model.parameters() if plentiful else ())
         self._vocabulary = tokenizer.vocab_size  # a model may have more: padding
         self._slots: list[Request | None] = [None] * slots
         self._waiting: deque[Request] = deque()
@@ -214,10 +220,11 @@ class Engine:
             request.cached = 0
         beginning += self._admit()
         found: list[Found] = []
-        if going_on:
-            found += self._decode(going_on)
-        if beginning:
-            found += self._prefill(beginning)
+        with self._matrices.used():
+            if going_on:
+                found += self._decode(going_on)
+            if beginning:
+                found += self._prefill(beginning)
         seconds = time.perf_counter() - start
         counts = Counter(each.request for each in found)
         for each in found:

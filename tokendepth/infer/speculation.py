@@ -139,7 +139,8 @@ class SpeculativeEngine(Engine):
             work = _work([columns_of(on_host(out.trace), row, place, place + 1) for place in range(longest + 1)])
             steps = {"plain": set_back(plain), "draft": set_back(drafted, 1)}
             steps |= {str(length): set_back(verified, length) for length in lengths}
-            spent = interleaved(steps, REPEATS, self.cache.lengths.device)
+            with self._matrices.used():
+                spent = interleaved(steps, REPEATS, self.cache.lengths.device)
         finally:
             self.cancel(request)
         works = {"plain": work[:, 0], "draft": _work([columns_of(drafting, row, 0, 1)])[:, 0]}
