@@ -179,6 +179,7 @@ def judge(difference: Stat) -> str:
 def verdicts(outcomes: Outcomes) -> str:
     """Who beats dense models of the same executed FLOPs, by rule."""
     found: dict[str, list[str]] = {"better": [], "even": [], "undecided": [], "worse": [], OUTSIDE: []}
+    lone = False
     for setting in outcomes.comparison.settings:
         if setting.method == "dense":
             continue
@@ -187,9 +188,12 @@ def verdicts(outcomes: Outcomes) -> str:
             found[OUTSIDE].append(setting.title)
         elif against is not None:
             found[judge(against[1])].append(setting.title)
+            lone |= against[1].std is None
     if not any(found.values()):
         return ""
-    rule = f"by more than two standard deviations over the seeds; one seed alone is undecided up to {FAR:.0%}, {WHY}"
+    rule = "by more than two standard deviations over the seeds"
+    if lone:
+        rule += f"; one seed alone is undecided up to {FAR:.0%}, {WHY}"
     lines = [wrapped(f"Against dense models of the same executed FLOPs ({rule}):"), ""]
     shown = {name: titles for name, titles in found.items() if titles or name in ("better", "worse")}
     lines += [wrapped(f"- {name}: {'; '.join(titles) or 'none'}.") for name, titles in shown.items()]

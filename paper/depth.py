@@ -10,6 +10,7 @@ it shows whether short runs order settings as long ones do.
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,15 @@ def step_times(results: Path) -> dict[str, Times]:
     for row in rows_so_far(results / TIMES):
         found.setdefault(device_of(row), {})[same_work(from_dict(row["config"]))] = row["step_ms"][0]
     return dict(sorted(found.items()))
+
+
+def measured_with(rows: Sequence[Row]) -> str:
+    """By device: the versions that timings are of."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        versions = f"torch {row['torch']}, commit {row['commit']}"
+        found[device_of(row)] = list(dict.fromkeys([*found.get(device_of(row), []), versions]))
+    return "; ".join(f"{device}: {' and '.join(found[device])}" for device in sorted(found))
 
 
 def with_steps(found: Outcomes, times: Times) -> Outcomes:

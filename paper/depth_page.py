@@ -2,20 +2,22 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paper import contenders, search, spans, time_to_loss
 from paper.comparison import judge, table, verdicts, wrapped
 from paper.contenders import DENSE, LONG, SHORT, WARM_UP, Contender
-from paper.depth import TOKENS, Entry, Order, order, outcomes, step_times, with_steps
+from paper.depth import PASSES, TIMES, TOKENS, Entry, Order, measured_with, order, outcomes, step_times, with_steps
 from paper.depth_targets import targets
 from paper.equal_loss import all_models, drawn_decisions, pass_times, shown
 from paper.evidence import BITS, NOT_RUN, needs_report_extra, show
 from paper.outcomes import OUTSIDE, Cost, Outcomes
 from paper.search import Search
+from tokendepth.data.fetch import PUBLISHED
 from tokendepth.report.summary import DASH, Stat
 from tokendepth.runs.files import disk_faults, write_bytes
+from tokendepth.runs.results import rows_so_far
 
 HEAD = f"""\
 # Where depth pays
@@ -28,7 +30,8 @@ Choices were made on validation text; every loss in the tables of results is of 
 cost quality.
 This page is generated from `search.json`, `depth.json`, `step_times.json`, `pass_times.json` and `spans.json` in
 [results/](../results/) by `make readme`; the rows come from `python -m paper search`, `depth`, `times`, `passes` and
-`spans`. What has no row yet is `not run`. On Tiny-Shakespeare, without tuning: [COMPARISON.md](COMPARISON.md).
+`spans`. A contender that has no row yet is `not run`; what was not trained at other scales is named below their table,
+and a dash stands where nothing was timed. On Tiny-Shakespeare, without tuning: [COMPARISON.md](COMPARISON.md).
 """
 SAME = 0.001
 """FLOPs that differ by a smaller share are the same by both conventions."""
@@ -158,10 +161,15 @@ def between_contenders(found: Outcomes, made: list[Entry], search: Search) -> st
     words = (
         f"What was chosen of each contender, beside dense models of its executed FLOPs: after {SHORT:,} steps on "
         f"validation text, and after {LONG:,} on test text, there in the mean over seeds. Of {len(pairs)} pairs of "
-        f"contenders {kept} keep their order."
+        f"contenders {kept} keep their order, so what was chosen by short runs need not be the best for long ones. Of "
+        f"all contenders {_moved(min, rows)} gained most by the longer training, and {_moved(max, rows)} lost most."
     )
     lines = [[title, f"{short:+.2%}", f"{long:+.2%}"] for short, long, title in sorted(rows)]
     return f"{wrapped(words)}\n\n{table(['', f'{SHORT:,} steps', f'{LONG:,} steps'], lines)}"
+
+
+def _moved(most: Callable[..., tuple[float, float, str]], rows: list[tuple[float, float, str]]) -> str:
+    return most(rows, key=lambda row: row[1] - row[0])[-1]
 
 
 def executed(found: Outcomes, made: list[Entry]) -> str:
@@ -213,7 +221,7 @@ def timed(found: Outcomes, made: list[Entry], results: Path, figures: dict[str, 
         "A compiled step of each model, alone on its device: on a GPU in bfloat16, by a CUDA graph, on a CPU in "
         "float32, where `--train.compile on` compiles. Losses are those of the tables above, of the same models on "
         "every device. What has not been timed on a device is missing there; how it was timed is in the "
-        "[log](LOG.md)."
+        f"[log](LOG.md). {measured_with(rows_so_far(results / TIMES))}."
     )
     return "\n".join([f"{wrapped(words)}\n", *parts])
 
@@ -239,6 +247,8 @@ def at_equal_loss(results: Path, *, quick: bool = False) -> str:
     )
     if drawn := drawn_decisions(results):
         words += f" Decisions were drawn at random, with the share of each block, where weights were gone: {drawn}."
+    if rows_of_passes := rows_so_far(results / PASSES):
+        words += f" Times: {measured_with(rows_of_passes)}."
     return f"{wrapped(words)}\n\n{table(titles, rows, words=2)}"
 
 
@@ -279,13 +289,12 @@ def grows(results: Path, *, quick: bool = False) -> str:
     words = (
         "Span routing by a rule and by those learned deciders that did best in the search and at full length, on "
         "validation text, and the best method that decides block by block, beside those dense models of each scale "
-        "that lie around them; rates as searched at width 256, times 256 / width. With BPE the rule takes the tokens "
-        "that begin a word, signs and spaces, and learned deciders get that share as their budget, "
-        f"{spans.BPE.budget:g}. Losses are in nats per byte at every scale. But BPE is "
-        "trained and evaluated on as many tokens as bytes are, so on nearly three times the text (its training reads "
-        "all of it twice), and its output head, which is in the FLOPs, costs a little more than a layer: across scales "
-        "only differences compare. What is still to be trained is left out. At the longest trainings six layers stand "
-        "for dense models, which is a little more than the FLOPs of the rule."
+        "that lie around them; rates as searched at width 256, times 256 / width. "
+        f"{_readings()} With BPE the rule takes the tokens that begin a word, signs and spaces, which are "
+        f"{spans.BPE.budget:g} of all. Losses are in nats per byte at every scale. But BPE is trained and evaluated on "
+        "as many tokens as bytes are, so on nearly three times the text (its training reads all of it twice), and its "
+        "output head, which is in the FLOPs, costs a little more than a layer: across scales only differences compare. "
+        "At the longest trainings six layers stand for dense models, which is a little more than the FLOPs of the rule."
     )
     if doubled:
         told = "; ".join(
@@ -294,7 +303,23 @@ def grows(results: Path, *, quick: bool = False) -> str:
             for one in doubled
         )
         words += f" What twice the steps change in the loss of the dense model with six layers: {told}."
-    return f"{wrapped(words)}\n\n{table(titles, rows, words=2)}"
+    told = f"{wrapped(words)}\n\n{table(titles, rows, words=2)}"
+    missing = [
+        wrapped(f"- {scale}: {'; '.join(who)}.") for scale, who in spans.not_trained(results, quick=quick).items()
+    ]
+    return "\n".join([told, "Not trained:\n", *missing, ""]) if rows and missing else told
+
+
+def _readings() -> str:
+    """How often a training reads its text."""
+    splits = PUBLISHED[contenders.DATA.corpus].train_and_val
+    assert splits is not None
+    config = DENSE.config(next(iter(DENSE.values)), contenders.RATES[0], LONG)
+    tokens = config.train.batch_size * config.model.context
+    *some, most = (
+        f"{scale.steps * tokens / splits[0]:.1f} times in {scale.steps:,} steps" for scale in spans.lengths()
+    )
+    return f"A training reads its {splits[0] / 1e6:.0f} million bytes of text {', '.join(some)} and {most}."
 
 
 def _bytes_per_token(found: Outcomes, entry: Entry) -> float:

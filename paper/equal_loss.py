@@ -8,7 +8,7 @@ from typing import Literal
 from paper import spans
 from paper.depth import PASSES, Entry, Times, device_of, outcomes
 from paper.grid import same_work
-from paper.outcomes import OUTSIDE, Outcomes, interpolate
+from paper.outcomes import OUTSIDE, Executed, Outcomes, interpolate
 from paper.settings import SAME_FLOPS, Setting
 from tokendepth.config import from_dict
 from tokendepth.report.summary import DASH
@@ -28,6 +28,8 @@ class Ratio:
     value: float
     bound: bool = False
     """No dense model has so low a loss: this is beside the best of them, and one of the same loss would cost more."""
+    by_seed: tuple[float, ...] = ()
+    """Each seed beside its own dense models; empty where those of some seed lose more than it, or less."""
 
     def __str__(self) -> str:
         return f"{'<' if self.bound else ''}{self.value:.2f}"
@@ -35,6 +37,13 @@ class Ratio:
     @property
     def speedup(self) -> str:
         return f"{'>' if self.bound else ''}{1 / self.value:.2f}x"
+
+    @property
+    def speedup_by_seed(self) -> str:
+        """With the lowest and the highest of all seeds."""
+        if len(self.by_seed) < 2:
+            return self.speedup
+        return f"{self.speedup} ({1 / max(self.by_seed):.2f} to {1 / min(self.by_seed):.2f}x by seed)"
 
 
 def pass_times(results: Path) -> dict[Place, Times]:
@@ -67,7 +76,18 @@ def at_its_loss(found: Outcomes, entry: Entry, made: list[Entry], cost: Costs) -
         tells = line[0][0] == heights[best] and _costs_more(found, best, entry.setting)
         return Ratio(mine / line[0][1], bound=True) if tells else None
     reached = interpolate(line, loss.mean, beyond=0.0)
-    return OUTSIDE if reached == OUTSIDE else Ratio(mine / float(reached))
+    if reached == OUTSIDE:
+        return OUTSIDE
+    theirs = [_of_its_seed(found, one, dense, cost) for one in found.executed(entry.setting)]
+    by_seed = () if OUTSIDE in theirs else tuple(mine / float(each) for each in theirs)
+    return Ratio(mine / float(reached), by_seed=by_seed)
+
+
+def _of_its_seed(found: Outcomes, one: Executed, dense: list[Setting], cost: Costs) -> float | str:
+    """What dense models of that seed and loss cost."""
+    losses = {setting: other.loss for setting in dense for other in found.executed(setting) if other.seed == one.seed}
+    line = sorted((loss, theirs) for setting, loss in losses.items() if (theirs := cost(setting)) is not None)
+    return interpolate(line, one.loss, beyond=0.0) if line else OUTSIDE
 
 
 def _costs_more(found: Outcomes, dense: Setting, setting: Setting) -> bool:

@@ -229,6 +229,16 @@ def outcomes_at(results: Path, scale: Scale, *, quick: bool = False) -> tuple[Ou
     return outcomes_of(found, results, BASE_ROWS if scale == BASE else ROWS), found
 
 
+def not_trained(results: Path, *, quick: bool = False) -> dict[str, list[str]]:
+    """What has no row, by the scale that it is missing from."""
+    missing = {}
+    for scale in SCALES:
+        found, made = outcomes_at(results, scale, quick=quick)
+        if titles := [entry.setting.title for entry in made if not found.executed(entry.setting)]:
+            missing[scale.title] = titles
+    return missing
+
+
 def outcomes_of_widths(results: Path, *, quick: bool = False) -> tuple[Outcomes, list[Entry]]:
     plain = [one for one in at_scale(results, BASE, quick=quick) if one.setting.method in ("dense", RULE)]
     found = [*plain, *of_widths(results, quick=quick)]
