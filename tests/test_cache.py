@@ -279,6 +279,17 @@ def test_views_of_slots_in_any_order_are_batches_of_their_own(method, shape, exe
     two.check()
 
 
+@pytest.mark.parametrize(("slots", "copied"), [([0], False), ([1, 2], False), ([0, 2], True), ([2, 1], True)])
+def test_keys_of_adjacent_slots_are_not_copied(slots, copied):
+    kept = new_cache(lively("dense", "classic"), 3)
+    new, columns = torch.randn(len(slots), 4, 1, 8), torch.zeros(len(slots), 1, dtype=torch.long)
+    found, values, _ = kept.of(slots).append(0, new, 2 * new, columns, None, 1)
+    assert torch.equal(found, new)
+    assert torch.equal(values, 2 * new)
+    shared = kept.keys.untyped_storage().data_ptr()
+    assert (found.untyped_storage().data_ptr() != shared) == copied
+
+
 def test_a_view_of_a_view_names_slots_of_the_whole():
     kept = new_cache(lively("dense", "classic"), 3)
     kept.lengths.copy_(torch.tensor([5, 6, 7]))

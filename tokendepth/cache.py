@@ -47,6 +47,8 @@ class KVCache:
         """The same after every token, `[slots, capacity + 1, ...]`, where the cache is croppable."""
         self.slots: Tensor | None = None
         """Which slots this view is of; None: all of them, in order."""
+        self._taken: slice | Tensor = slice(None)
+        """The same to take rows by: those of adjacent slots are not copied."""
         self._chosen = list(range(slots))
         self._whole = self
 
@@ -55,6 +57,9 @@ class KVCache:
         view = object.__new__(KVCache)
         vars(view).update(vars(self._whole))
         view.slots, view._chosen = self._index(slots), list(slots)
+        first = min(slots, default=0)
+        adjacent = view._chosen == list(range(first, first + len(view._chosen)))
+        view._taken = slice(first, first + len(view._chosen)) if adjacent else view.slots
         return view
 
     def free(self, slots: Sequence[int]) -> None:
@@ -161,7 +166,7 @@ class KVCache:
         self.values[layer][row, :, columns] = values.transpose(1, 2).to(self.values.dtype)
         self.valid[layer][row, columns] = torch.ones_like(columns, dtype=torch.bool) if leaving is None else leaving
         k, v = (self._rows(buffer[layer][:, :, :window]) for buffer in (self.keys, self.values))
-        return k, v, self._rows(self.valid[layer][:, :window])  # cut first: rows of some slots are copied
+        return k, v, self._rows(self.valid[layer][:, :window])  # cut first: rows of scattered slots are copied
 
     def append_rows(
         self, layer: int, keys: Tensor, values: Tensor, sequence: Tensor, columns: Tensor
@@ -210,4 +215,4 @@ class KVCache:
         return torch.tensor(list(slots), dtype=torch.long, device=self.lengths.device)
 
     def _rows(self, buffer: Tensor) -> Tensor:
-        return buffer if self.slots is None else buffer[self.slots]
+        return buffer[self._taken]

@@ -205,8 +205,11 @@ def chatting(tmp_path_factory) -> "Served":
     run = train(config, folder / "talks", show=False)
     tokenizer = tokenizer_of(run)
     object.__setattr__(tokenizer, "chat_template", TEMPLATE)
-    engine = Engine(load_model(run, choose_device("cpu")), tokenizer, slots=2)
-    with serving(Service(engine, "talks", Limits(slots=2))) as found:
+
+    def make() -> Engine:
+        return Engine(load_model(run, choose_device("cpu")), tokenizer, slots=2)
+
+    with serving(Service(make, "talks", Limits(slots=2))) as found:
         yield found
 
 

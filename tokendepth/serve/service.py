@@ -1,5 +1,6 @@
 """One run that is served: its engine, its name, the budgets that a request may name, and the limits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,13 +43,20 @@ class Limits:
 
 class Service:
     def __init__(
-        self, engine: Engine, name: str, limits: Limits, budgets: dict[float, list[float] | None] | None = None
+        self,
+        make: Callable[[], Engine],
+        name: str,
+        limits: Limits,
+        budgets: dict[float, list[float] | None] | None = None,
     ) -> None:
-        """budgets: by each that a request may name its thresholds, none for the model's own."""
-        self.engine, self.name, self.limits, self.budgets = engine, name, limits, budgets or {}
+        """make: called in the worker's thread. budgets: by each that a request may name its thresholds, none for the
+        model's own.
+        """
+        self.name, self.limits, self.budgets = name, limits, budgets or {}
         self.metrics = Metrics(limits.slots)
-        self.worker = Worker(engine, queue=limits.queue, seconds=limits.seconds, metrics=self.metrics)
-        self.sites = [site.name for site in engine.model.method.sites(keys=1)]
+        self.worker = Worker(make, queue=limits.queue, seconds=limits.seconds, metrics=self.metrics)
+        self.engine = self.worker.engine
+        self.sites = [site.name for site in self.engine.model.method.sites(keys=1)]
 
     @classmethod
     def of(
@@ -61,9 +69,12 @@ class Service:
         execution: Execution = "sparse",
     ) -> "Service":
         """speculate: as of `td.generate`, for all requests."""
-        tokenizer, model = tokenizer_of(run), load_model(run, choose_device(device))
-        engine = engine_for(model, tokenizer, run, speculate, slots=limits.slots, execution=execution)
-        return cls(engine, name or _name(run.path), limits, _budgets(run))
+
+        def make() -> Engine:
+            tokenizer, model = tokenizer_of(run), load_model(run, choose_device(device))
+            return engine_for(model, tokenizer, run, speculate, slots=limits.slots, execution=execution)
+
+        return cls(make, name or _name(run.path), limits, _budgets(run))
 
     def prepared(self, asked: Asked) -> list[Request]:
         """The requests to the engine, one for each choice of each prompt; a Refusal where they do not fit the model."""

@@ -1,4 +1,9 @@
-"""The thread that owns the engine: jobs come in over a bounded queue, tokens go out to whoever waits for them."""
+"""The thread that owns the engine: jobs come in over a bounded queue, tokens go out to whoever waits for them.
+
+It makes the engine, too, so that nobody else computes on several cores: GNU's OpenMP keeps helpers for every thread
+that ever did, and where these are more than the cores, they sleep between the hundreds of products of a step and have
+to be woken, which takes half as long as the step (SmolLM2, two cores).
+"""
 
 import sys
 import threading
@@ -6,6 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,10 +40,9 @@ class Job:
 
 
 class Worker:
-    def __init__(self, engine: Engine, *, queue: int, seconds: float, metrics: Metrics) -> None:
+    def __init__(self, make: Callable[[], Engine], *, queue: int, seconds: float, metrics: Metrics) -> None:
         """Beside those that run, `queue` jobs may wait. After `seconds` a job ends, whatever it has come to."""
-        self.engine, self.seconds, self.metrics = engine, seconds, metrics
-        self._room = len(engine.cache.lengths) + queue
+        self.seconds, self.metrics = seconds, metrics
         self._changed = threading.Condition()
         self._arrived: deque[Job] = deque()
         self._dropped: deque[Job] = deque()
@@ -45,8 +50,12 @@ class Worker:
         self._open = 0
         """Jobs that were accepted and have not ended."""
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.engine: Engine
+        made: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make, made), name="engine", daemon=True)
         self._thread.start()
+        made.result()
+        self._room = len(self.engine.cache.lengths) + queue
 
     # -- from any thread
 
@@ -90,7 +99,13 @@ class Worker:
 
     # -- its own thread
 
-    def _run(self) -> None:
+    def _run(self, make: Callable[[], Engine], made: Future[None]) -> None:
+        try:
+            self.engine = make()
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        made.set_result(None)
         while self._wait():
             self._take_in()
             self._end_late_ones()
