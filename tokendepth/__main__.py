@@ -1,6 +1,15 @@
-"""`python -m tokendepth` is the command `tokendepth`, also where nothing was installed."""
+"""The command `tokendepth`; `python -m tokendepth` is the same, also where nothing was installed."""
 
-from tokendepth.cli.main import main
+import sys
+
+
+def main() -> None:
+    try:
+        from tokendepth.cli.main import main as command
+    except KeyboardInterrupt:  # there is nothing to save yet
+        sys.exit(130)
+    command()
+
 
 if __name__ == "__main__":
     main()
