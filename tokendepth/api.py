@@ -112,6 +112,8 @@ def retrofit(
         bypass=bypass, drop=drop, trains=trains, rank=rank, distill=distill, draft=draft,
         routers_first=routers_first, context=context,
     )  # fmt: skip
+    if not resume:
+        Run(Path(out)).check_free()  # before anything is imported or measured
     base = _dense_run(model, Path(out))
     begun = retrofit_plan.begun_in(out) if resume else None
     config = retrofit_plan.plan(base, options, changes, begun=begun, show=show)

@@ -378,6 +378,8 @@ TRAIN = ["train", "shakespeare.tsa"]
         (["generate", "x", "--tokens", "many"], ["'many'", "whole number"]),
         (["score", "x"], ["'x'", "expected RUN TASKS"]),
         (["report"], ["no runs"]),
+        (["report", "x", "--results", "tests"], ["tests is a folder", "name one: tests/results.json"]),
+        (["sweep", "demo.tsa", "--results", "tests"], ["tests is a folder", "name one: tests/results.json"]),
         (["bench", "sleep"], ["sleep", "forward", "training"]),
         (["doctor", "who"], ["who", "options only"]),
     ],

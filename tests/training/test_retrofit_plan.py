@@ -174,6 +174,15 @@ def test_a_mistake_is_one_line(base, options, said, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_is_taken_is_refused_before_anything_is_measured(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("tokendepth.api._dense_run", lambda *_: pytest.fail("the base was read"))
+    (tmp_path / "notes.txt").write_text("mine")
+    for taken, said in ((base.path, "already holds a run; continue it with --resume"), (tmp_path, "holds notes.txt")):
+        with pytest.raises(UserError) as error:
+            td.retrofit(base, taken, budget=0.8, show=False)
+        assert said in one_line(error.value)
+
+
 def test_what_cannot_be_a_base(base, tmp_path):
     routed = train(tiny(tmp_path, BudgetConfig(), steps=1), tmp_path / "routed", show=False)
     stopped = stopped_run(tiny(tmp_path, DenseConfig(), steps=3), tmp_path / "stopped", 2)

@@ -17,6 +17,7 @@ from tokendepth import progress as progress_module
 from tokendepth.cli.main import parse
 from tokendepth.config import BudgetConfig
 from tokendepth.errors import UserError
+from tokendepth.measure import calibrate as calibrate_module
 from tokendepth.runs.run import Run
 from tokendepth.training import loop as module
 from tokendepth.training.loop import train
@@ -137,16 +138,17 @@ def test_each_batch_of_a_long_validation_is_told(log, tmp_path, monkeypatch):
 
 
 def test_a_long_calibration_is_told(log, tmp_path, monkeypatch):
-    real, told = module.calibrate, []
+    """While training, that it takes place; at the end, where more text is looked at, also how far it is."""
+    real = calibrate_module.calibrate_on
 
-    def calibrate(*args: Any, roughly: bool = False) -> None:
-        told.append(log.wait_for("4/8 steps, validating" if roughly else "8/8 steps, calibrating")[0])
-        real(*args, roughly=roughly)
+    def waiting(*args: Any) -> Any:
+        log.wait_for(r"4/8 steps, validating|finding the thresholds of budget 0.4: 0/\d passes of a block")
+        return real(*args)
 
-    monkeypatch.setattr(module, "calibrate", calibrate)
+    monkeypatch.setattr(calibrate_module, "calibrate_on", waiting)
     train(tiny(tmp_path, BudgetConfig()), tmp_path / "run")
-    assert told[0] == "4/8 steps, validating"
-    assert told[-1] == "8/8 steps, calibrating"
+    told = log.getvalue()
+    assert told.index("4/8 steps, validating") < told.index("finding the thresholds of budget 0.4")
 
 
 def test_the_others_of_several_ranks_are_quiet(log, tmp_path, monkeypatch):

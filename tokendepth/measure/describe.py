@@ -38,13 +38,22 @@ def describe(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def check_fits(config: RunConfig, device: torch.device) -> None:
-    """A UserError if not even weights, gradients and moments fit: a system may kill whoever asks for too much."""
+def check_fits(config: RunConfig, device: torch.device, ranks: int = 1) -> None:
+    """A UserError if not even the least that training keeps fits: a system may kill whoever asks for too much."""
+    model, there = config.model, memory_bytes(device)
+    more = f"more than the {there / 2**30:,.1f} GiB of this machine's {device.type}"
     count = sum(p.numel() for p in outline(config).parameters())
-    needed, there = TRAINING_BYTES * count, memory_bytes(device)
-    if needed > there:
+    weights = TRAINING_BYTES * count
+    if weights > there:
         raise UserError(
-            f"a model of {count:,} parameters needs {needed / 2**30:,.1f} GiB to be trained, more than the "
-            f"{there / 2**30:,.1f} GiB of this machine's {device.type}; lower --model.d-model, --model.d-ff, "
-            "--model.n-layer or --model.context"
+            f"a model of {count:,} parameters needs {weights / 2**30:,.1f} GiB to be trained, {more}; "
+            "lower --model.d-model, --model.d-ff, --model.n-layer or --model.context"
+        )
+    sequences = config.train.batch_size // (config.train.accumulate * ranks)
+    states = 4 * model.d_model * model.n_layer * model.context * sequences  # what enters each block, for its gradient
+    if weights + states > there:
+        at_once = "" if sequences == config.train.batch_size else f" ({sequences:,} at a time)"
+        raise UserError(
+            f"train.batch_size is {config.train.batch_size:,}{at_once}, which needs {(weights + states) / 2**30:,.1f} "
+            f"GiB or more, {more}; lower --train.batch-size or --model.context, or raise --train.accumulate"
         )

@@ -20,6 +20,8 @@ def read_rows(path: Path) -> list[Row]:
 
 def rows_so_far(path: Path) -> list[Row]:
     """Those of the file at `path`; none if it is not there yet."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; expected a results file; name one: {path / 'results.json'}")
     return read_rows(path) if path.exists() else []
 
 

@@ -88,11 +88,10 @@ class Run:
         run = cls(Path(path))
         with disk_faults(run.path):
             make_folder(run.path)
-            ours = {LOCK, *(path.name for path in left_overs(run.path, OWN_NAMES))}
-            stray = [path.name for path in run.path.iterdir() if path.name not in ours]
-        if "config.json" in stray and not resume:
-            raise UserError(f"{run.path} already holds a run; continue it with --resume, or choose another --out")
-        if stray and (problem := run._problem_with(config, min(stray))) and not (resume and run._was_of(config)):
+        if not resume:
+            run.check_free()
+        stray = run._stray()
+        if stray and (problem := run._problem_with(config, stray)) and not run._was_of(config):
             raise UserError(problem)
         remove_left_overs(run.path, OWN_NAMES)
         remove_left_overs(run.checkpoints, f"[0-9]{{8,}}|{OWN_NAMES}")
@@ -100,10 +99,29 @@ class Run:
             write_bytes(run.path / "config.json", config_bytes(config))
         return run
 
-    def _problem_with(self, config: RunConfig, stray: str) -> str | None:
+    def check_free(self) -> None:
+        """A UserError unless a new run can begin here."""
+        stray = self._stray()
+        if "config.json" in stray:
+            raise UserError(f"{self.path} already holds a run; continue it with --resume, or choose another --out")
+        if stray:
+            raise UserError(self._no_run(stray))
+
+    def _stray(self) -> list[str]:
+        """What is here and not left over from a run that was killed before it had begun."""
+        if not os.path.isdir(self.path):
+            return []
+        with disk_faults(self.path):
+            ours = {LOCK, *(path.name for path in left_overs(self.path, OWN_NAMES))}
+            return [path.name for path in self.path.iterdir() if path.name not in ours]
+
+    def _no_run(self, stray: list[str]) -> str:
+        return f"{self.path} is not empty and not a run (it holds {min(stray)}); choose another --out"
+
+    def _problem_with(self, config: RunConfig, stray: list[str]) -> str | None:
         """Why `config` cannot be resumed in this folder, judging by its config.json; None if it can."""
         if not os.path.lexists(self.path / "config.json"):
-            return f"{self.path} is not empty and not a run (it holds {stray}); choose another --out"
+            return self._no_run(stray)
         try:
             difference = first_difference(to_dict(self.config), to_dict(config))
         except UserError as error:

@@ -99,7 +99,7 @@ class _Training:
                 self.dataset = data.load(config.data)
             self.config = resolve(config, self.dataset)
             if not self.run.finished:
-                check_fits(self.config, device)
+                check_fits(self.config, device, ranks.world)
         with ranks.agreeing():
             if ranks.rank == 0:
                 if not self.run.finished:  # one that is may lie where nothing can be written
@@ -150,7 +150,7 @@ class _Training:
     def _finish(self) -> None:
         if self.ranks.rank == 0:
             with self.progress.pause("calibrating"), self.optimiser_step.uncompiled():
-                calibrate(self.model, self.dataset)
+                calibrate(self.model, self.dataset, show=self.show)
             self._restore_files()
             merge(self.model)
             weights = {name: tensor.detach().cpu().numpy() for name, tensor in self.model.state_dict().items()}

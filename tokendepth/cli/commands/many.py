@@ -43,12 +43,15 @@ class Sweep:
 
         from tokendepth.recipes import variants
         from tokendepth.report import collect, terminal_table
+        from tokendepth.runs.results import rows_so_far
         from tokendepth.training.sweep import sweep
 
         if not self.grid:
             raise UserError(
                 "sweep was given no recipes; expected at least one, as in: tokendepth sweep shakespeare.tsa"
             )
+        if self.results:
+            rows_so_far(self.results)  # a file that cannot be added to is refused before hours of training
         configs = {}
         for cell in self.grid:
             configs |= variants(cell, self.seeds)

@@ -230,8 +230,11 @@ class Report:
 
     def __call__(self) -> None:
         from tokendepth.report import build, collect
+        from tokendepth.runs.results import rows_so_far
         from tokendepth.runs.run import Run
 
+        if self.results:
+            rows_so_far(self.results)  # a file that cannot be added to is refused before anything is written
         runs = [Run.open(path) for path in self.runs]
         print(build(runs, self.out, title=self.title))
         if self.results:

@@ -1,0 +1,54 @@
+"""What a config needs, judged before anything is allocated."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.tiny import one_line
+from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TrainConfig
+from tokendepth.errors import UserError
+from tokendepth.measure import describe
+
+MODEL = ModelConfig(d_model=256, n_layer=6, n_head=4, d_ff=1024, context=256, vocab_size=256)
+CONFIG = RunConfig(model=MODEL, method=DenseConfig())
+CPU = torch.device("cpu")
+STATES = 4 * 256 * 6 * 256
+"""Bytes of one sequence: what enters each block, in float32."""
+
+
+def config(**train) -> RunConfig:
+    return replace(CONFIG, train=TrainConfig(**train))
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets the memory of this machine, in bytes beyond what the model itself takes."""
+    own = describe.TRAINING_BYTES * describe.describe(CONFIG)["parameters"]
+    monkeypatch.setattr(describe, "memory_bytes", lambda _: math.inf)
+    return lambda beyond: monkeypatch.setattr(describe, "memory_bytes", lambda _: own + beyond)
+
+
+def test_a_model_that_does_not_fit_is_refused(memory):
+    memory(-1)
+    with pytest.raises(UserError) as error:
+        describe.check_fits(config(batch_size=1), CPU)
+    assert "GiB to be trained, more than the 0.1 GiB of this machine's cpu; lower --model.d-model" in one_line(error.value)
+
+
+def test_a_batch_that_does_not_fit_is_refused(memory):
+    memory(64 * STATES)
+    describe.check_fits(config(batch_size=64), CPU)
+    with pytest.raises(UserError) as error:
+        describe.check_fits(config(batch_size=65), CPU)
+    assert "train.batch_size is 65, which needs 0.2 GiB or more" in one_line(error.value)
+
+
+def test_only_sequences_of_one_pass_need_memory_at_once(memory):
+    memory(16 * STATES)
+    describe.check_fits(config(batch_size=64, accumulate=2), CPU, ranks=2)
+    with pytest.raises(UserError) as error:
+        describe.check_fits(config(batch_size=68, accumulate=2), CPU, ranks=2)
+    assert "train.batch_size is 68 (17 at a time), which needs" in one_line(error.value)
+    assert "or raise --train.accumulate" in one_line(error.value)
