@@ -34,7 +34,8 @@ def test_a_model_that_does_not_fit_is_refused(memory):
     memory(-1)
     with pytest.raises(UserError) as error:
         describe.check_fits(config(batch_size=1), CPU)
-    assert "GiB to be trained, more than the 0.1 GiB of this machine's cpu; lower --model.d-model" in one_line(error.value)
+    said = "GiB to be trained, more than the 0.1 GiB of this machine's cpu; lower --model.d-model"
+    assert said in one_line(error.value)
 
 
 def test_a_batch_that_does_not_fit_is_refused(memory):
