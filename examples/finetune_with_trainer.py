@@ -1,4 +1,4 @@
-"""Fine-tune an exported model on a text file with the trainer of transformers, and save it.
+"""Fine-tune an exported model on a text file with the transformers Trainer, and save it.
 
 tokendepth export runs/demo/demo.budget exported
 python examples/finetune_with_trainer.py exported my.txt finetuned
@@ -28,11 +28,11 @@ def main(folder: str, text: str, out: str, steps: str = "100") -> None:
         save_strategy="no",
         report_to="none",
         dataloader_pin_memory=torch.cuda.is_available(),
-        logging_nan_inf_filter=False,  # a loss that is not a number is to be seen
+        logging_nan_inf_filter=False,  # show a loss that is NaN
     )
     examples = [{"input_ids": window, "labels": window} for window in windows]
     Trainer(model, arguments, train_dataset=examples).train()
-    if model.has_budget:  # the weights have moved, so the thresholds that hold the budget have to move too
+    if model.has_budget:  # the weights have changed, so the budget needs new thresholds
         model.calibrate(windows)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

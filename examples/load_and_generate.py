@@ -1,4 +1,4 @@
-"""Load an exported model with transformers, continue a prompt, and say what the tokens cost.
+"""Load an exported model with transformers, continue a prompt, and print what the tokens cost.
 
 tokendepth export runs/demo/demo.budget exported
 python examples/load_and_generate.py exported "def "

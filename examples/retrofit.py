@@ -1,6 +1,8 @@
-"""Bring a dense model to 80% of its blocks' FLOPs, and see what that costs: python examples/retrofit.py
+"""Retrofit a dense model to execute 80% of its blocks' FLOPs, and print what that costs in loss.
 
-Any finished dense run will do in the place of the first three lines.
+python examples/retrofit.py
+
+Any finished dense run can replace the one trained here.
 """
 
 import argparse
@@ -10,7 +12,7 @@ import tokendepth as td
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--out", default="runs/example-retrofit")
 parser.add_argument("--corpus", default="stdlib")
-parser.add_argument("--steps", type=int, default=300, help="of the dense model; the retrofit takes half as many")
+parser.add_argument("--steps", type=int, default=300, help="for the dense model; the retrofit takes half as many")
 options = parser.parse_args()
 
 config = td.recipe("demo.dense", {"data.corpus": options.corpus, "train.steps": options.steps})

@@ -1,4 +1,4 @@
-"""Transformers in which every token gets only the depth it needs; what is reported as saved was skipped.
+"""Train, measure and run transformers in which some tokens skip layers.
 
     import tokendepth as td
 
@@ -7,7 +7,7 @@
     out = model("def depth(token):")
     print(out.trace.totals().active_fraction, td.generate(run, "def ").text)
 
-Nothing is imported until it is used, so that `import tokendepth` takes no time and needs no torch.
+Modules are imported on first use, so `import tokendepth` is fast and does not load torch.
 """
 
 from importlib import import_module
@@ -56,7 +56,7 @@ _HOME = {
     "UserError": "errors",
     "recipe": "recipes",
 }
-"""Where a name is defined; all others are in api.py."""
+"""Modules in which names are defined; all others are in api.py."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The command `tokendepth`; `python -m tokendepth` is the same, also where nothing was installed."""
+"""The command `tokendepth`; `python -m tokendepth` does the same, even without installation."""
 
 import sys
 

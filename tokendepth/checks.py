@@ -1,4 +1,4 @@
-"""What configs check of their values: a wrong one is a `UserError` that names it, what was expected and the flag."""
+"""Checks of config values: an invalid one raises a `UserError` with the value, what was expected and the option."""
 
 import dataclasses
 import functools
@@ -36,12 +36,12 @@ def _digits(number: float) -> str:
 
 @functools.cache
 def types_of(config: type) -> typing.Mapping[str, Any]:
-    """Of its fields, by name. Looked up once: pages read thousands of configs."""
+    """Types of the fields, by name. Cached, since pages read thousands of configs."""
     return types.MappingProxyType(typing.get_type_hints(config))
 
 
 def check_types(config: object, part: str) -> None:
-    """Check that every field holds what its annotation says, also where no JSON was read."""
+    """Check that every field has the type of its annotation, even if it was not read from JSON."""
     for key, hint in types_of(type(config)).items():
         coerce(hint, getattr(config, key), f"{part}.{key}")
 
@@ -52,12 +52,12 @@ def printable(word: object) -> str:
 
 
 def is_optional(hint: Any) -> bool:
-    """Whether it is a type or None, which Python keeps in two ways: `int | None`, and `Literal[...] | None`."""
+    """Whether the hint allows None; Python represents `int | None` and `Literal[...] | None` differently."""
     return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
 
 def coerce(hint: Any, value: object, name: str) -> Any:
-    """`value` if it is of the type `hint`, else a UserError. An int may stand for a float, nothing else may."""
+    """`value` if it is of the type `hint`, else a UserError. Only an int may stand for a float."""
     if type(value) is hint:  # as nearly always
         return value
     if dataclasses.is_dataclass(value):  # already built

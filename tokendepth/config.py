@@ -1,8 +1,8 @@
 """Everything a run depends on, as frozen dataclasses with strict JSON. Standard library only.
 
-A `RunConfig` is one tree: `data`, `model`, `method`, `train`. Each method's knobs live in a class of their own (in
-`method_configs.py`, all at hand here), so a flag of another method is an error. Values are checked when they are made;
-a wrong one raises `UserError`.
+A `RunConfig` is one tree: `data`, `model`, `method`, `train`. Each method's options are in a class of their own (in
+`method_configs.py`, re-exported here), so another method's option is an error. Values are checked on construction; an
+invalid one raises `UserError`.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from tokendepth.method_configs import check_budget as check_budget
 from tokendepth.retrofit_config import RetrofitConfig
 
 FORMAT_VERSION = 2
-"""Version 2 added kinds of layers, and tokens other than characters and bytes. Every earlier version is read."""
+"""Version 2 added kinds of layers, and tokens other than characters and bytes. Earlier versions can be read."""
 
 LARGEST_SEED = 2**31 - 1
 
@@ -46,51 +46,51 @@ class ModelConfig:
     d_model: int = 256
     """Width of the residual stream."""
     n_layer: int = 6
-    """Number of transformer blocks, the stem included."""
+    """Number of transformer blocks, including those that are never skipped."""
     n_head: int = 8
     """Attention heads (query heads); must divide d_model unless head_width is set."""
     d_ff: int = 1024
     """Hidden width of the feed-forward network."""
     context: int = 128
-    """Longest sequence; with learned positions, how many there are."""
+    """Longest sequence; with learned positions, also their number."""
     dropout: float = 0.1
     """Dropout on embeddings, attention weights and both residual updates while training."""
     vocab_size: int = 0
-    """Number of tokens; 0 takes it from the corpus."""
+    """Vocabulary size; 0 takes it from the corpus."""
     norm: Literal["layer", "rms"] = "layer"
-    """LayerNorm (mean, variance, scale and shift) or RMSNorm (scale alone)."""
+    """LayerNorm (mean, variance, scale and shift) or RMSNorm (scale only)."""
     norm_eps: float = 1e-5
-    """Added to the variance before its square root is taken."""
+    """Epsilon of the norms, added to the variance."""
     positions: Literal["learned", "rotary"] = "learned"
-    """learned adds a vector per position to the embedding; rotary rotates queries and keys."""
+    """learned adds a vector for each position to the embedding; rotary rotates queries and keys (RoPE)."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """How rotary frequencies are scaled for a longer context than the model was first trained on."""
     rope_factor: float = 1.0
-    """By which factor rope_scaling makes the context longer."""
+    """Factor by which rope_scaling extends the context."""
     rope_original_context: int = 0
-    """The context before scaling; for llama3 and yarn."""
+    """Context before scaling; for llama3 and yarn."""
     rope_low: float = 1.0
-    """Frequencies with at most so many turns in the original context are scaled in full; for llama3 and yarn."""
+    """Frequencies with at most this many turns in the original context are fully scaled; for llama3 and yarn."""
     rope_high: float = 0.0
-    """Frequencies with at least so many turns are not scaled; for llama3 (4 unless set) and yarn (32 unless set)."""
+    """Frequencies with at least this many turns are not scaled; for llama3 (default 4) and yarn (default 32)."""
     n_kv_head: int = 0
-    """Heads of keys and values, each shared by a group of query heads; 0 gives every query head its own."""
+    """Key/value heads, each shared by a group of query heads (GQA); 0 gives every query head its own."""
     head_width: int = 0
-    """Width of a head; 0 is d_model / n_head."""
+    """Width of a head; 0 means d_model / n_head."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which attention projections have a bias: none, queries, keys and values, or the output projection too."""
     qk_norm: bool = False
-    """RMSNorm on queries and keys, before their dot product."""
+    """RMSNorm on queries and keys before their dot product."""
     ffn: Literal["gelu", "swiglu", "geglu"] = "gelu"
-    """Feed-forward network: two layers with GELU, or gated by SiLU (SwiGLU) or by GELU's tanh form (GeGLU)."""
+    """Feed-forward network: two layers with GELU, or gated with SiLU (SwiGLU) or tanh-GELU (GeGLU)."""
     ffn_bias: bool = True
-    """Whether its linear layers have a bias."""
+    """Whether the linear layers of the feed-forward network have a bias."""
     tie_head: bool = True
-    """Whether the output head is the token embedding, or a matrix of its own."""
+    """Whether the output head shares its weights with the token embedding."""
     embedding_scale: float = 1.0
-    """What embeddings are multiplied by on their way in (not those of a tied head)."""
+    """Factor on the input embeddings (not on a tied output head)."""
 
     def __post_init__(self) -> None:
         check_types(self, "model")
@@ -133,7 +133,7 @@ class ModelConfig:
                 "rotate pairs; set it with --model.head-width or --model.n-head"
             )
         if self.rope_scaling in ("llama3", "yarn"):
-            expected = f"the context before stretching, since rope_scaling is {self.rope_scaling}"
+            expected = f"the context before scaling, since rope_scaling is {self.rope_scaling}"
             check(self.rope_original_context > 0, "model.rope_original_context", self.rope_original_context, expected)
             high = self.rope_high or {"llama3": 4.0, "yarn": 32.0}[self.rope_scaling]
             check(0 < self.rope_low < high, "model.rope_low", self.rope_low, f"a number above 0 and below {high:g}")
@@ -161,20 +161,20 @@ class TrainConfig:
     batch_size: int = 64
     """Sequences per optimiser step, over all ranks and accumulation."""
     accumulate: int = 1
-    """Micro-batches per optimiser step. Without dropout it changes the result by rounding only, unless the method takes
-    a statistic over each micro-batch (budget, span and others do): the training log says so."""
+    """Micro-batches per optimiser step. Without dropout it changes the result only by rounding, unless the method
+    computes a statistic over each micro-batch, as budget, span and others do; the training log then warns."""
     lr: float = 3e-4
-    """Peak learning rate; falls to a tenth of it along a cosine."""
+    """Peak learning rate; a cosine schedule lowers it to a tenth."""
     warmup: int = 0
-    """Steps over which the learning rate rises to its peak; deep models bear a higher one with it."""
+    """Steps over which the learning rate rises to its peak; with it, deep models tolerate a higher rate."""
     weight_decay: float = 0.1
-    """AdamW's weight decay."""
+    """Weight decay of AdamW."""
     decay: Literal["matrices", "all"] = "matrices"
-    """Which weights decay: matrices excludes biases, norms and embeddings; all is what the paper's MLX runs did."""
+    """Which weights decay: matrices excludes biases, norms and embeddings; all is what the TSA paper's MLX runs did."""
     clip: float = 1.0
-    """Gradients are clipped to this norm."""
+    """Maximum norm of the gradient."""
     seed: int = 0
-    """Fixes weights, data order and dropout."""
+    """Seed of initial weights, data order and dropout."""
     eval_every: int = 250
     """Steps between validations."""
     checkpoint_every: int = 1000
@@ -184,9 +184,9 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses the GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the matrix products while training; auto is bfloat16 on a GPU, float32 on a CPU."""
+    """Precision of the matrix products in training; auto is bfloat16 on a GPU, float32 on a CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile; auto turns it on where it saves time: runs of 25,000 steps or more on a GPU."""
+    """torch.compile; auto turns it on if it saves time: for 25,000 steps or more on a GPU."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder (needs the extra `tensorboard`)."""
 
@@ -206,7 +206,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything a run depends on: data, model, method, training. Frozen; a wrong value raises a UserError.
+    """The complete configuration of a run: data, model, method, training. Immutable; invalid values raise UserError.
+
+    `tokendepth train RECIPE --help` describes every value. `recipe` changes them by dotted name.
 
     >>> config = td.recipe("shakespeare.budget")
     >>> config.model.n_layer, config.train.steps
@@ -214,11 +216,17 @@ class RunConfig:
     """
 
     data: DataConfig = field(default_factory=DataConfig)
+    """Corpus, and what one token is: `data.corpus`, `data.tokens`."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    """Shape and kinds of layers: `model.d_model`, `model.n_layer`, `model.context` and others."""
     method: MethodConfig = field(default_factory=DenseConfig)
+    """Routing method and its options, such as `method.budget`."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    """Training: `train.steps`, `train.lr`, `train.seed` and others."""
     recipe: str = ""
+    """Name of the recipe that it was made from."""
     retrofit: RetrofitConfig | None = None
+    """The model that a retrofit starts from, and what of it is trained; None for all other runs."""
 
     def __post_init__(self) -> None:
         if self.data.synthetic:
@@ -245,14 +253,14 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 def from_dict(tree: object) -> RunConfig:
     """Strict: unknown keys, wrong types, values out of range and newer versions are errors."""
     if not isinstance(tree, dict):
-        raise UserError(f"a config must be a JSON object, not {type(tree).__name__}; write it with tokendepth")
+        raise UserError(f"a config is {type(tree).__name__}; expected a JSON object; restore it from a copy")
     tree = dict(tree)
     version = tree.pop("version", None)
     if type(version) is not int or version < 1:
         raise UserError(f"config version is {version!r}; expected a whole number up to {FORMAT_VERSION}")
     if version > FORMAT_VERSION:
         raise UserError(
-            f"config version is {version}, newer than this tokendepth reads ({FORMAT_VERSION}); upgrade tokendepth"
+            f"config version is {version}, newer than this tokendepth can read ({FORMAT_VERSION}); upgrade tokendepth"
         )
     method = tree.get("method", {})
     if not isinstance(method, dict):

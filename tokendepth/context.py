@@ -1,4 +1,4 @@
-"""What travels through a forward pass: `Context`, shared by all layers, and `Rows`, the tokens one layer works on."""
+"""The arguments of a forward pass: `Context`, shared by all layers, and `Rows`, the tokens that one block processes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,86 +18,86 @@ from tokendepth.trace import Execution
 
 
 def forced(decisions: Tensor) -> Tensor:
-    """Decisions as thresholds of -inf and inf, which keep the router alive: torch.compile would drop it."""
+    """Decisions as thresholds of -inf and inf. With plain masks, torch.compile would drop the unused router."""
     return torch.where(decisions, -math.inf, math.inf)
 
 
 @dataclass(frozen=True)
 class Context:
-    """How one forward pass runs; the same for every layer. `LanguageModel` makes it."""
+    """How one forward pass runs; the same for every layer. Created by `LanguageModel`."""
 
     execution: Execution = "soft"
     cache: KVCache | None = None
     valid: Tensor | None = None
     """`[batch, time]`, False at padding."""
     ids: Tensor | None = None
-    """`[batch, time]`: the tokens, for methods that decide by what they are."""
+    """`[batch, time]`: token ids, for methods that decide by them."""
     decisions: Tensor | None = None
-    """`[routed site, batch, time]` bool, True = active: replaces the routers' decisions under hard and sparse."""
+    """`[routed site, batch, time]` bool, True = active: replaces routers' decisions in hard and sparse execution."""
     given_thresholds: Tensor | None = None
     """`[routed site]`, or `[routed site, batch, time]`: replaces the routers' own thresholds."""
     targets: Tensor | None = None
-    """`[batch, time]` next tokens while training, for methods with losses of their own on what they predict."""
+    """`[batch, time]`: next tokens, given in training, for methods with prediction losses of their own."""
     counted: Tensor | None = None
-    """`[batch, time]`: over which tokens losses are taken; None: all that are no padding."""
+    """`[batch, time]`: the tokens that losses are averaged over; None: all except padding."""
     teacher: Tensor | None = None
-    """`[batch, time, vocabulary]` logits of the model that this one is to be like, while training with a teacher."""
+    """`[batch, time, vocabulary]`: logits of the teacher, when training with one."""
     room: int = 0
-    """How many rows to make of tokens that are packed, where that must be known beforehand; never fewer than there are.
-    0: as many as there are."""
+    """Number of rows for packed tokens, if shapes must be known beforehand; at least the number of active tokens.
+    0: exactly that number."""
     scored: tuple[Tensor, Tensor] | None = None
-    """States and scores of the tokens at a span, where `Method.until_decided` found them before this pass."""
+    """States and scores of the tokens at a span, if `Method.until_decided` has already computed them."""
     readout: Callable[[Tensor], Tensor] | None = None
     """Hidden states to logits: final norm and head."""
     layer: int | None = None
-    """The cache layer of this application of a shared block; None where every block has its own."""
+    """The cache layer for this application of a shared block; None: the block's own."""
     positions: Tensor | None = None
     """`[time]` or `[batch, time]`: the tokens' positions in their sequences."""
     rotation: Rotation | None = None
     """Cosines and sines of the tokens' rotary positions."""
     columns: Tensor | None = None
-    """`[batch, time]`: each token's place among the cached or given keys; None: the tokens are the last ones."""
+    """`[batch, time]`: each token's index among the cached or given keys; None: the tokens are the last keys."""
     writes: Tensor | None = None
-    """`[batch, time]`: the column of the cache that each token's key is written to."""
+    """`[batch, time]`: the cache column to which each token's key and value are written."""
     window: int = 0
     """Number of cache columns that attention reads."""
     varlen: Varlen | None = None
-    """For rows `[n, d]` of concatenated sequences: which sequence each belongs to."""
+    """For rows `[n, d]` of concatenated sequences: which sequence each row belongs to."""
 
     def thresholds(self, own: Sequence[Tensor | float]) -> Sequence[Tensor | float]:
-        """The thresholds that scores must exceed: the given ones, else each router's own."""
+        """The thresholds that scores must exceed: the given ones, otherwise each router's own."""
         given = self.given_thresholds if self.decisions is None else forced(self.decisions)
         return own if given is None else given.unbind()
 
     def key_count(self, time: int) -> int:
-        """Keys each query attends over."""
+        """Number of keys that each query attends to."""
         return self.window if self.cache else time
 
     def remember(self, name: int | str, values: Tensor) -> None:
-        """Where there is a cache, keep what is to be remembered after each token, `[batch, time, ...]`."""
+        """Store a method's state after each token, `[batch, time, ...]`, in the cache, if there is one."""
         if self.cache is not None:
             assert self.writes is not None
             self.cache.remember(name, values, self.writes)
 
     def spare(self, h: Tensor) -> Tensor:
-        """A copy of h for a block that may overwrite it, where h itself is needed afterwards."""
+        """h, copied if the next block may overwrite it (sparse execution); for callers that still need h."""
         return h.clone() if self.execution == "sparse" else h
 
     def real(self, active: Tensor) -> Tensor:
-        """`active` `[..., batch, time]` without padding."""
+        """`active` `[..., batch, time]`, False at padding."""
         return active if self.valid is None else active & self.valid
 
     def mean(self, values: Tensor) -> Tensor:
-        """Over batch and time, the last two dimensions, of the tokens that losses are taken over."""
+        """Mean over batch and time, the last two dimensions, of the tokens that losses are averaged over."""
         counted = self.valid if self.counted is None else self.counted
         if counted is None:
             return values.mean((-2, -1))
         return (values * counted).sum((-2, -1)) / counted.sum().clamp(min=1)
 
     def packed(self, places: Tensor, there: Tensor | None = None) -> "Context":
-        """The context of the tokens at `places` `[batch, k]`, taken out as a shorter sequence.
+        """The context for the tokens at `places` `[batch, k]`, gathered into a shorter sequence.
 
-        there: `[batch, k]`, False where a place is unused and counts as padding; None: all are used.
+        there: `[batch, k]`, False for unused places, which are treated as padding; None: all are used.
         """
         valid = there if self.valid is None else self.valid.gather(1, places)
         if valid is not None and there is not None:
@@ -115,10 +115,11 @@ class Context:
     def gathered(
         self, active: Tensor, places: Tensor, columns: Tensor, lengths: Tensor, *, spare: bool = False
     ) -> "Context":
-        """The context of the active tokens alone, at `places`, as the rows `[n, d]` of concatenated sequences.
+        """The context for only the active tokens, at `places`, as rows `[n, d]` of concatenated sequences.
 
-        columns: `[batch, time]`, a token's index among the active tokens of its sequence, `lengths` `[batch]` so far.
-        spare: there may be more places than active tokens; the rest make a sequence of their own, which nobody reads.
+        columns: `[batch, time]`, a token's index among the active tokens of its sequence. lengths: `[batch]`, the
+        number of active tokens so far. spare: there may be more places than active tokens; the extra rows form a
+        sequence of their own, which is ignored.
         """
         starts, time = F.pad(active.sum(1).cumsum(0), (1, 0)), active.shape[1]
         if spare:
@@ -132,7 +133,7 @@ class Context:
         return replace(self, valid=None, rotation=rotation, varlen=varlen)
 
     def twice(self) -> "Context":
-        """The context of the batch followed by a copy of itself; for training."""
+        """The context for the batch concatenated with a copy of itself; training only."""
         assert self.cache is None
         if self.valid is None:
             return self
@@ -142,24 +143,24 @@ class Context:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which tokens a block works on; the others pass it unchanged."""
+    """Which tokens a block processes; the others skip it."""
 
     active: Tensor
     """`[batch, time]`, bool."""
     decision: Decision | None = None
-    """The router's decision, where a router made it."""
+    """The router's decision; None if no router made it."""
     inputs: BlockInputs | None = None
-    """What deciding already computed of the block."""
+    """Parts of the block that were computed along with the decision."""
     chosen: ChosenRows | None = None
-    """While training: the same tokens as a fixed number of rows, so that only they are computed."""
+    """In training: the same tokens as a fixed number of rows, so that only they are computed."""
 
     @property
     def keep(self) -> Tensor:
-        """`[batch, time]`: `sigmoid(-logit)` of the router, which scales an active token's updates."""
+        """`[batch, time]`: the router's `sigmoid(-logit)`, which scales the updates of active tokens."""
         assert self.decision is not None
         return self.decision.kept()
 
     def listed(self, h: Tensor) -> Listed | None:
-        """The list of active tokens that kernels use; None where none run."""
+        """The list of active tokens for kernels; None if none will run."""
         made = self.decision and self.decision.listed
         return made or list_active(self.active, h)

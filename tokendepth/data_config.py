@@ -1,4 +1,4 @@
-"""What a model is trained and measured on: a corpus, and what one token of it is. Standard library only."""
+"""What a model is trained and evaluated on: a corpus, and what one token is. Standard library only."""
 
 import re
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ LARGEST_BPE = 1_000_000
 @dataclass(frozen=True)
 class DataConfig:
     corpus: str = "stdlib"
-    """stdlib, shakespeare, enwik8, text:PATH (any UTF-8 file of yours), copy or sort; none: of an imported model."""
+    """stdlib, shakespeare, enwik8, copy, sort, or text:PATH for any UTF-8 file; none for imports without one."""
     tokens: str = "char"
-    """What one token is: char, byte (of any file), bpe:N (trained on the corpus), tokenizer:PATH (tokenizer.json) or
-    own (that of the run folder, of an imported model)."""
+    """What one token is: char, byte (for any file), bpe:N (N tokens, trained on the corpus), tokenizer:PATH (a
+    tokenizer.json), or own (the tokenizer in the run folder; imported models only)."""
     source_length: int | None = None
-    """Length of the source sequence; copy and sort only (there 20 unless set)."""
+    """Length of the source sequence, for copy and sort only (default 20)."""
 
     def __post_init__(self) -> None:
         check_types(self, "data")
@@ -35,7 +35,7 @@ class DataConfig:
         if not self.corpus.startswith("text:") and self.corpus not in (*CORPORA, NO_CORPUS):
             hint = did_you_mean(self.corpus, (*CORPORA, "text:PATH"))
             if any(sign in self.corpus for sign in "/\\."):
-                hint = f"name your own file as 'text:{self.corpus}'"
+                hint = f"write 'text:{self.corpus}' for a file of your own"
             raise UserError(f"data.corpus is {self.corpus!r}: no such corpus; {hint} (set it with --data.corpus)")
         if self.source_length is not None:
             expected = "no value, since only copy and sort have a source length"
@@ -48,13 +48,13 @@ class DataConfig:
         if self.tokens not in ("char", "byte", OWN_TOKENS) and not (colon and kind in ("bpe", "tokenizer")):
             hint = did_you_mean(self.tokens, TOKENS)
             if self.tokens.endswith(".json"):
-                hint = f"name your own tokenizer as 'tokenizer:{printable(self.tokens)}'"
+                hint = f"write 'tokenizer:{printable(self.tokens)}' for a tokenizer of your own"
             raise UserError(f"data.tokens is {self.tokens!r}: no such tokens; {hint} (set it with --data.tokens)")
         if kind == "bpe":
             digits = re.fullmatch("0|[1-9][0-9]*", value)
             check(digits is not None, "data.tokens", self.tokens, "a whole number after the colon, as in bpe:8192")
             size = int(value[:9])  # enough to tell; Python refuses to convert thousands of digits
-            expected = f"{SMALLEST_BPE} tokens or more, since each of the {SMALLEST_BPE} bytes is one"
+            expected = f"{SMALLEST_BPE} tokens or more, since each of the {SMALLEST_BPE} bytes is a token"
             check(size >= SMALLEST_BPE, "data.tokens", self.tokens, expected)
             check(size <= LARGEST_BPE, "data.tokens", self.tokens, f"{LARGEST_BPE:,} tokens or fewer")
         if kind == "tokenizer" and not value:

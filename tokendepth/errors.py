@@ -12,10 +12,10 @@ _LONG_VALUE = re.compile(rf"""(?<!\w)(['"])(?:(?!\1).){{{LONGEST_VALUE},}}\1(?!\
 
 
 class UserError(ValueError):
-    """A mistake of the user or a fault of the machine, explained in one line.
+    """A user error or a machine fault, explained in one line.
 
-    The line names the value, what was expected and the remedy. The command line prints it and exits with code 2;
-    every other exception is a bug in tokendepth and keeps its traceback.
+    The command line prints it and exits with code 2; any other exception is shown with its traceback and is probably a
+    bug in tokendepth.
 
     >>> td.recipe("shakespeare.tas")
     Traceback (most recent call last):
@@ -30,7 +30,7 @@ class ReportedByOtherRank(UserError):
     """Another rank of the same training raised, and prints why."""
 
     def __init__(self) -> None:
-        super().__init__("another rank refuses; its message says why")
+        super().__init__("another rank stopped; its message says why")
 
 
 class ReaderGone(Exception):
@@ -44,7 +44,7 @@ class Interrupted(Exception):
 
     def __init__(self, number: int, step: int, path: object) -> None:
         name = signal_name(number)
-        super().__init__(f"{name} after step {step}: {path} is saved; repeat the command with --resume to go on")
+        super().__init__(f"{name} after step {step}: {path} is saved; repeat the command with --resume to continue")
         self.exit_code = 128 + number
 
 
@@ -53,7 +53,7 @@ class SweepStopped(Interrupted):
 
     def __init__(self, number: int, path: object) -> None:
         name = signal_name(number)
-        Exception.__init__(self, f"{name}: every run in {path} is saved; repeat the command to go on")
+        Exception.__init__(self, f"{name}: every run in {path} is saved; repeat the command to continue")
         self.exit_code = 128 + number
 
 

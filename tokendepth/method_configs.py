@@ -1,4 +1,4 @@
-"""The knobs of each method, in a class of its own: another method's flag is an error. Standard library only."""
+"""The options of each method, each in its own class: another method's option is an error. Standard library only."""
 
 import re
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """Base of every method's config; a new one is a frozen dataclass here and an entry of METHOD_CONFIGS."""
+    """Base of every method's config. To add one, write a frozen dataclass here and add it to METHOD_CONFIGS."""
 
     def __post_init__(self) -> None:
         check_types(self, "method")
@@ -21,12 +21,12 @@ class MethodConfig:
         """A UserError if this method does not work with that model."""
 
     def check_retrofit(self) -> None:
-        """A UserError if a finished dense model cannot be made one of this method."""
+        """A UserError if a finished dense model cannot be retrofitted with this method."""
 
 
 @dataclass(frozen=True)
 class DenseConfig(MethodConfig):
-    """The fixed-depth baseline: every token passes every block. It has no knobs."""
+    """The fixed-depth baseline: every token goes through every block. It has no options."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class TSAConfig(MethodConfig):
     """Token-Selective Attention: a learned gate per token and block."""
 
     depth_penalty: float = 0.001
-    """Lambda of the paper: weight of the mean active fraction in the loss."""
+    """Lambda of the TSA paper: weight of the mean active fraction in the loss."""
     threshold: float = 0.5
-    """Hard and sparse execution skip a token whose halting probability exceeds this."""
+    """Hard and sparse execution skip tokens whose halting probability is above this."""
     skip: Literal["block", "ffn"] = "block"
-    """What sparse execution skips: block = Q, attention rows, output projection, FFN; ffn = the FFN (the paper)."""
+    """What sparse execution skips: block = Q, attention rows, output projection, FFN; ffn = FFN only (TSA paper)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,24 +48,25 @@ class TSAConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class BudgetConfig(MethodConfig):
-    """Budget routing: name the share of tokens that the blocks work on; training holds it in every micro-batch."""
+    """Budget routing: routed blocks process a given share of the tokens, which training keeps in every micro-batch."""
 
     budget: float = 0.4
     """Share of the tokens that are active in the routed blocks, above 0 and up to 1."""
     dial: bool = True
-    """Train every sequence at a budget of its own, so that one model serves them all; off trains at `budget` alone."""
+    """Train every sequence at a random budget, so that one model works at all of them; off trains only at `budget`."""
     distill: float = 1.0
-    """Weight of distilling from the same model's pass at full budget, which doubles a training step; 0 is off."""
+    """Weight of distillation from a forward pass at full budget, which doubles the work per step; 0 is off."""
     routing: Literal["learned", "random"] = "learned"
-    """random replaces the router by random numbers: the control."""
+    """random replaces the router by random numbers, as a control."""
     learn: Literal["weight", "straight", "update"] = "weight"
-    """How a router learns: it weighs what it keeps; straight through the decision; or by regression on how much the
-    block changes a token. The last two leave kept tokens unweighted, as a pretrained model needs it."""
+    """How a router learns: by weighting the updates of the tokens it keeps (weight), by gradients straight through the
+    decision (straight), or by predicting how much the block changes a token (update). The last two leave kept tokens
+    unweighted, as a pretrained model needs."""
     shares: str = ""
-    """How routed blocks share the budget, such as 0.9,0.5,0.7, raised to the power at which their mean is `budget`;
-    empty: all alike."""
+    """Relative budgets of the routed blocks, such as 0.9,0.5,0.7, raised to the power at which their mean is `budget`;
+    empty means equal budgets."""
     anneal: float = 0.0
-    """Part of the training in which the shares fall from 1 to what is named."""
+    """First part of the training, from 0 to 1, in which the shares fall from 1 to their final values."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +74,7 @@ class BudgetConfig(MethodConfig):
         check_range("method.distill", self.distill, 0, 1000)
         check_range("method.anneal", self.anneal, 0, 1)
         if self.routing == "random":
-            check(self.learn == "weight", "method.learn", self.learn, "weight, since dice learn nothing")
+            check(self.learn == "weight", "method.learn", self.learn, "weight, since random routing learns nothing")
         if self.dial:
             check(not self.anneal, "method.anneal", self.anneal, "0, since every sequence draws a budget of its own")
             check(not self.shares, "method.shares", self.shares, "none, since every sequence draws a budget of its own")
@@ -96,7 +97,7 @@ class BudgetConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class MoDConfig(MethodConfig):
-    """Mixture-of-Depths: every other block works on the tokens of highest router weight, the others pass by."""
+    """Mixture-of-Depths: every other block processes the tokens with the highest router weights; the others skip it."""
 
     capacity: float = 0.125
     """Share of a sequence's tokens that a routed block takes while training, above 0 and up to 1."""
@@ -115,23 +116,23 @@ class MoDConfig(MethodConfig):
 
 
 PAPER_THRESHOLDS = (0.99, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3)
-"""The confidences at which the TSA paper executes its early-exit model."""
+"""Confidence thresholds at which the TSA paper evaluates its early-exit model."""
 HALTING_THRESHOLDS = (0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.92, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-"""The thresholds at which a model with learned exits is executed; the Depth-Adaptive Transformer tunes its one."""
+"""Thresholds at which a model with learned exits is evaluated; the Depth-Adaptive Transformer tunes one."""
 
 
 @dataclass(frozen=True)
 class EarlyExitConfig(MethodConfig):
-    """Early exit: a token leaves after the first block whose prediction is good enough."""
+    """Early exit: a token leaves after the first block at which the exit rule is confident enough."""
 
     exit: Literal["confidence", "learned"] = "confidence"
-    """confidence reads the head after every block (the TSA paper's baseline); learned is a trained halting unit."""
+    """confidence applies the output head after every block (baseline of the TSA paper); learned: a halting unit."""
     threshold: float | None = None
-    """Leave above this probability, of the likeliest token (0.9 unless set) or of the halting unit (0.5 unless set)."""
+    """Exit above this probability: of the most likely token (default 0.9) or of the halting unit (default 0.5)."""
     oracle: Literal["likelihood", "correctness"] = "correctness"
-    """How the exit to learn is found: by the target's likelihood, or by whether the likeliest token is right."""
+    """How the target exit is found: from the target's likelihood, or from whether the top prediction is correct."""
     oracle_penalty: float = 0.1
-    """Lambda: the oracle's price of each further block."""
+    """Lambda: the oracle's penalty for each further block."""
     oracle_smoothing: float = 0.0
     """Sigma of the kernel that smooths the oracle over neighbouring tokens; 0 is off."""
     halting_loss: float = 1.0
@@ -149,12 +150,12 @@ class EarlyExitConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class SwitchConfig(MethodConfig):
-    """Switch: every other feed-forward network is replaced by experts; each token takes one while it has room."""
+    """Switch: experts replace every other feed-forward network; each token goes to one expert if it has room."""
 
     experts: int = 4
     """Number of experts, 2 or more."""
     capacity_factor: float = 1.25
-    """Room of an expert, as a multiple of its equal share of the tokens, above 0; tokens beyond it skip the expert."""
+    """Capacity of an expert, a multiple of an equal share of the tokens, above 0; tokens beyond it skip the expert."""
     every: int = 2
     """Every n-th block has experts; 2 is every other."""
     balance_loss: float = 0.01
@@ -162,7 +163,7 @@ class SwitchConfig(MethodConfig):
     z_loss: float = 0.001
     """Weight of the loss that keeps the router's logits small."""
     jitter: float = 0.01
-    """While training, the router's input is multiplied by random numbers in 1 +- this."""
+    """While training, the router's input is multiplied by random numbers between 1 - jitter and 1 + jitter."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,12 +177,12 @@ class SwitchConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class ACTConfig(MethodConfig):
-    """Adaptive computation time: one shared block, applied to each token until its halting unit stops it."""
+    """Adaptive computation time: one shared block is applied to each token until its halting unit stops it."""
 
     max_steps: int | None = None
-    """The most steps a token may take; as many as the model has layers unless set."""
+    """Maximum number of steps per token; by default the number of layers."""
     epsilon: float = 0.01
-    """A token halts once its halting probabilities add up to 1 minus this."""
+    """A token halts once its halting probabilities add up to 1 - epsilon."""
     ponder_cost: float = 0.01
     """Tau: weight of the number of steps in the loss."""
 
@@ -195,14 +196,15 @@ class ACTConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class MoRConfig(MethodConfig):
-    """Mixture-of-Recursions: between the first and the last layer a shared block recurs, for fewer tokens each time."""
+    """Mixture-of-Recursions: a shared block between the first and last layer recurs, for fewer tokens each time."""
 
     recursions: int = 2
-    """How often the shared block is applied, 2 or more; must divide the number of layers minus 2."""
+    """How many times the shared block is applied, 2 or more; must divide the number of layers minus 2."""
     routing: Literal["expert", "token"] = "expert"
-    """expert: each recursion chooses its tokens; token: each token chooses its depth at the entry."""
+    """expert: each recursion chooses its tokens; token: each token chooses its depth before the first recursion."""
     kv: Literal["recursion", "shared"] = "recursion"
-    """What later recursions attend to: tokens active at that depth, or all tokens' keys from the first recursion."""
+    """What later recursions attend to: only the tokens active at that depth (recursion), or all tokens, with keys and
+    values of the first recursion (shared)."""
     alpha: float = 0.1
     """Factor on the router's weights in expert choice, above 0."""
     decision_loss: float = 0.001
@@ -229,14 +231,14 @@ class MoRConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class ITTConfig(MethodConfig):
-    """Inner Thinking: every other layer is applied again to the tokens that need more of it."""
+    """Inner Thinking: every other layer is applied again to tokens that need more of it."""
 
     steps: int = 4
-    """How often a thinking layer is applied at most, the first time included, 2 or more."""
+    """Maximum number of times that a thinking layer is applied, including the first, 2 or more."""
     capacity: float = 0.7
     """Share of a sequence's tokens that take a thinking step while training, above 0 and up to 1."""
     every: int = 2
-    """Every n-th layer thinks; 2 is every other."""
+    """Every n-th layer is a thinking layer; 2 is every other."""
     decides: Literal["predictor", "router"] = "predictor"
     """Who decides without seeing the future: a separate predictor, or the router itself, trained for it."""
     decision_loss: float = 0.01
@@ -252,44 +254,45 @@ class ITTConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class SpanConfig(MethodConfig):
-    """Span routing: one decision per token for several adjacent blocks, which a share of the tokens takes."""
+    """Span routing: one decision per token for several adjacent blocks, which a given share of the tokens takes."""
 
     begin: int = 1
-    """How many blocks come before the span, for every token."""
+    """Number of blocks before the span, which every token goes through."""
     length: int | None = None
-    """How many blocks the span has; unless set, it leaves as many after it as come before it."""
+    """Number of blocks in the span; by default, as many blocks follow it as precede it."""
     budget: float = 0.25
-    """Share of the tokens that take the span, above 0 and up to 1; 0 where a bypass replaces it for all."""
+    """Share of the tokens that take the span, above 0 and up to 1; 0 if a bypass replaces it for all tokens."""
     decide: Literal["score", "boundary", "gain", "entropy", "rule", "dice"] = "score"
-    """A learned score, H-Net's boundaries, a score that predicts what skipping costs, how unsure of the next token the
-    state is, ends of words, or by chance."""
+    """Who takes the span, by: a learned score; boundary, learned as in H-Net; gain, a predicted cost of skipping;
+    entropy of the next token as the state predicts it; rule, word ends; dice, random decisions."""
     keys: Literal["active", "all"] = "active"
-    """Whose keys and values the span's blocks attend over: those of the tokens that take it, or everybody's."""
+    """What the span's blocks attend over: keys and values of the tokens that take it, or of all tokens."""
     carry: Literal["none", "last", "smooth"] = "last"
-    """What a token that skips gets: nothing, the update of the last one that did not, or a smoothed one as in H-Net."""
+    """What a token that skips gets: nothing, the last update of a token that took the span, or a smoothed one."""
     ratio_loss: float = 0.03
-    """Of boundary: weight of the loss by which the share of tokens is learned; 0 holds it by a quantile instead."""
+    """For boundary: weight of the loss that keeps the share of tokens at the budget; 0 uses a quantile instead."""
     taught: float = 0.0
-    """Of boundary: part of the training in which the ends of words decide, and boundaries learn to be there."""
+    """For boundary: first part of the training in which word ends decide, and boundaries learn to be there."""
     learn: Literal["weight", "straight"] = "weight"
-    """Of score: it learns by weighing the updates, or straight through the decision, which leaves them unweighted."""
+    """For score: it learns by weighting the updates, or straight through the decision, which leaves them unweighted."""
     gain: Literal["loss", "kl", "teacher"] = "loss"
-    """Of gain: what skipping costs, in true loss, or in divergence from the model itself when nothing is skipped, or
-    from the untouched model that a retrofit began with."""
+    """For gain: the cost of skipping that is predicted: loss, divergence from the same model with nothing skipped (kl),
+    or divergence from the untouched model of a retrofit (teacher)."""
     anneal: float = 0.0
-    """Part of the training in which the share of tokens falls from 1 to the budget."""
+    """First part of the training, from 0 to 1, in which the share of tokens falls from 1 to the budget."""
     bypass: bool = False
-    """Tokens that skip the span take one linear map instead; in a retrofit at first the one that fits the span best."""
+    """Apply a linear map to tokens that skip the span; in a retrofit it is initialised to fit the span best."""
     draft: float = 0.0
-    """Weight of teaching tokens that skip the span what they predict with it, for drafts; of carry none, unweighted."""
+    """For drafts: weight of teaching tokens that skip the span to predict what they predict with it; needs carry none
+    and unweighted updates."""
     width: int | None = None
-    """Width of the span's blocks; unless set, the model's."""
+    """Width of the span's blocks; by default the model's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("method.begin", self.begin, 0, 1000)
         if self.bypass:
-            check(self.carry == "none", "method.carry", self.carry, "none, since a bypass is an update of its own")
+            check(self.carry == "none", "method.carry", self.carry, "none, since a bypass is itself an update")
         check_range("method.anneal", self.anneal, 0, 1)
         check_range("method.taught", self.taught, 0, 1)
         if self.decide != "boundary":
@@ -318,7 +321,7 @@ class SpanConfig(MethodConfig):
         check_range("method.draft", self.draft, 0, 1000)
         if self.draft:
             weighs = self.decide == "score" and self.learn == "weight"
-            expected = "0, since updates are carried on or weighted"
+            expected = "0, since updates are carried over or weighted"
             check(self.carry == "none" and not weighs, "method.draft", self.draft, expected)
         if self.decide not in ("score", "boundary"):
             expected = f"none or last, since decide is {self.decide}, which has no probability to smooth by"
@@ -327,13 +330,13 @@ class SpanConfig(MethodConfig):
             check(self.ratio_loss == 0, "method.ratio_loss", self.ratio_loss, "0, since the budget is 1")
         if self.width is not None:
             check_range("method.width", self.width, 1, 1_000_000)
-            expected = "active, since the span has a width of its own, which only tokens that take it have"
+            expected = "active, since the span has its own width, which only tokens that take it have"
             check(self.keys == "active", "method.keys", self.keys, expected)
             check(not self.replaced, "method.width", self.width, "None, since no token takes the span")
 
     @property
     def replaced(self) -> bool:
-        """No token takes the span: the bypass stands in its place."""
+        """Whether no token takes the span because the bypass replaces it."""
         return self.bypass and self.budget == 0
 
     def blocks(self, n_layer: int) -> range:
@@ -341,7 +344,7 @@ class SpanConfig(MethodConfig):
         return range(self.begin, self.begin + (self.length or max(1, n_layer - 2 * self.begin)))
 
     def inner(self, model: "ModelConfig") -> "ModelConfig":
-        """The model that the span's blocks are of: of their width, with the same heads, so that one cache fits all."""
+        """The model config of the span's blocks: their width, with the same heads, so that one cache fits all."""
         if self.width is None:
             return model
         d_ff = max(16, 16 * round(model.d_ff * self.width / model.d_model / 16))
@@ -349,11 +352,11 @@ class SpanConfig(MethodConfig):
 
     def check_model(self, model: "ModelConfig") -> None:
         end = self.blocks(model.n_layer).stop
-        expected = f"at least {end}, since the span is of blocks {self.begin} to {end - 1}, counted from 0"
+        expected = f"at least {end}, since the span has blocks {self.begin} to {end - 1}, counted from 0"
         check(end <= model.n_layer, "model.n_layer", model.n_layer, expected)
 
     def check_retrofit(self) -> None:
-        expected = "None, since a retrofit begins with the base's blocks"
+        expected = "None, since a retrofit starts from the base's blocks"
         check(self.width is None, "method.width", self.width, expected)
 
 
@@ -362,7 +365,7 @@ def check_positive(name: str, value: float) -> None:
 
 
 def check_budget(name: str, budget: float) -> None:
-    check(0 < budget <= 1, name, budget, "a number above 0 and up to 1, the share of tokens to work on")
+    check(0 < budget <= 1, name, budget, "a number above 0 and up to 1, the share of tokens to process")
 
 
 METHOD_CONFIGS: dict[str, type] = {

@@ -1,8 +1,8 @@
-"""The pre-norm decoder-only transformer that every method is built from, and the language model around it.
+"""The pre-norm decoder-only transformer block that every method is built from, and the language model around it.
 
-With the default `ModelConfig` this matches the paper exactly: attention projections without bias, feed-forward with
-bias, GELU, LayerNorm, learned positions, output head tied to the token embedding. Residual projections are initialised
-from N(0, 0.02 / sqrt(2 L)), embeddings from N(0, 0.02), everything else as PyTorch does.
+The default `ModelConfig` matches the TSA paper exactly: attention projections without bias, feed-forward with bias,
+GELU, LayerNorm, learned positions, output head tied to the token embedding. Residual projections are initialised from
+N(0, 0.02 / sqrt(2 L)), embeddings from N(0, 0.02), everything else with PyTorch's defaults.
 """
 
 from collections.abc import Callable
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MethodOutput:
-    """What a method returns: the hidden states, where depth went, and losses to be added to the task's."""
+    """What a method returns: hidden states, the trace of where depth was spent, and losses to add to the task loss."""
 
     hidden: Tensor
     trace: DepthTrace
     losses: dict[str, Tensor]
     logits: Tensor | None = None
-    """Logits of `hidden`, where the method computed them already."""
+    """Logits of `hidden`, if the method has already computed them."""
 
 
 class Block(nn.Module):
     recompute: Callable[..., Tensor] | None = None
-    """Runs a pass so that what its gradient needs is computed again instead of kept, as torch's `checkpoint` does."""
+    """Runs the forward with activation checkpointing, like `torch.utils.checkpoint.checkpoint`; None: off."""
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -75,9 +75,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """Run the tokens of `rows` (None: all) through the block. h: `[batch, time, d]`, or `[n, d]` with `ctx.varlen`.
 
-        keys: the keys and values they attend over: all tokens', those of the active tokens, or given ones; only in the
-        first two cases do tokens leave keys behind. gate: `[batch, time]`, scales both residual updates (eq. 3 and 4).
-        Under sparse execution nothing else is computed, and without a gradient it may overwrite h.
+        keys: which keys and values they attend to: those of all tokens, those of the active tokens, or the given ones
+        (then no new ones are computed). gate: `[batch, time]`, scales both residual updates (eq. 3 and 4).
+        For the other tokens, sparse execution computes at most keys and values. Without a gradient it may overwrite h.
         """
         if self.recompute is not None and self.training:
             return self.recompute(self._forward, h, ctx, rows, keys, gate)
@@ -114,7 +114,7 @@ class Block(nn.Module):
         return sparse_block(h, x, keys.k, keys.v, active, self.parts(), gate, keys.seen, columns, made, ctx.rotation)
 
     def _decodes(self, h: Tensor, ctx: Context) -> bool:
-        """Whether this is one token for each slot of a cache, and there is a fast way for it."""
+        """Whether this is a decoding step, one token per cache slot, that `decode_block` supports."""
         if ctx.cache is None or ctx.cache.slots is not None or ctx.varlen is not None:
             return False
         if decodes_alone(h):
@@ -138,7 +138,7 @@ class Block(nn.Module):
         threshold: Threshold | None = None,
         among: Tensor | None = None,
     ) -> BlockInputs:
-        """Leaves keys and values in the cache, or to `decode_block`: everybody's, or those of the tokens `among`."""
+        """Writes keys and values to the cache, or defers them to `decode_block`. `among`: of these tokens only."""
         attention, leaving = self.attention, ctx.valid if among is None else among
         assert ctx.writes is not None
         parts = norm_weights(self.norm_attention), attention.key_weights(), attention.cached(ctx), ctx.writes
@@ -162,12 +162,12 @@ class Block(nn.Module):
         normed: bool = False,
         inclusive: bool = False,
     ) -> Rows:
-        """The tokens whose score, minus the router's logit, is above the threshold (`inclusive`: or at it).
+        """The tokens whose score, the negated router logit, is above the threshold (`inclusive`: or equal to it).
 
-        `normed`: the router reads the state after the block's first norm, before scale and shift.
+        `normed`: the router reads the output of the block's first norm, before scale and shift.
         """
         limit = Threshold(threshold, ctx.valid, inclusive)
-        if ctx.execution == "sparse":  # block inputs and router read the same states: one pass
+        if ctx.execution == "sparse":  # block inputs and router read the same states: one op computes both
             weights = router.weights(normed=normed)
             if self._decodes(h, ctx):
                 inputs = self._decode_inputs(h, ctx, weights, limit)
@@ -181,18 +181,18 @@ class Block(nn.Module):
         return Rows(decision.active, decision)
 
     def launch_bound(self, h: Tensor) -> bool:
-        """Whether kernels run the block on all tokens faster than the library does."""
+        """Whether the block is so small that kernels beat library calls even with all tokens active."""
         return launch_bound(h, self.kernel_weights())
 
     def skips_by_kernel(self, h: Tensor) -> bool:
-        """Whether kernels find the active rows on the device, instead of library calls on gathered rows."""
+        """Whether kernels find the active rows on the device; otherwise library calls work on gathered rows."""
         return runs_kernel(h, self.kernel_weights())
 
     def parts(self) -> BlockParts:
         return BlockParts(self.attention.queries, self.attention.out, self.norm_ffn, self.ffn, self.kernel_weights())
 
     def kernel_weights(self) -> BlockWeights | None:
-        """For the kernels; None for a block that they do not support."""
+        """Weights in the form that the kernels take; None if they do not support this block."""
         attention, norm = self.attention, norm_weights(self.norm_ffn)
         up, down, activation = self.ffn.kernel_weights()
         if not self._is_plain():
@@ -209,20 +209,25 @@ class Block(nn.Module):
         return is_plain(self.attention.qkv, self.attention.out, up, down)
 
     def site(self, name: str, keys: int, *, routed: bool, router: float = 0.0) -> Site:
-        """What one token costs here when it attends over `keys` keys."""
+        """The cost of one token in this block when it attends to `keys` keys."""
         rest = self.attention.row_flops(keys) + self.ffn.flops
         return Site(name, routed, always=self.attention.kv_flops, active=rest, router=router)
 
 
 @dataclass(frozen=True)
 class Output:
+    """What a forward pass returns."""
+
     logits: Tensor
+    """`[batch, time, vocabulary]`."""
     trace: DepthTrace
+    """Which tokens were processed where, a `DepthTrace`."""
     losses: dict[str, Tensor]
+    """Auxiliary losses of the method, by name; for training."""
 
 
 class LanguageModel(nn.Module):
-    """Embedding, a method that spends depth, final norm, head: the same for every method."""
+    """Embedding, the method (blocks and routing), final norm and head."""
 
     def __init__(self, model: ModelConfig, method: "Method") -> None:
         super().__init__()
@@ -256,10 +261,10 @@ class LanguageModel(nn.Module):
         room: int = 0,
         scored: tuple[Tensor, Tensor] | None = None,
     ) -> Output:
-        """Logits `[batch, time, vocabulary]` for the tokens after `ids` `[batch, time]`; the rest as in `Context`.
+        """Next-token logits `[batch, time, vocabulary]` for `ids` `[batch, time]`. Other arguments are as in `Context`.
 
-        read: `[batch]`, the one place of each sequence whose logits are wanted, `[batch, 1, vocabulary]`: those of a
-        long prompt would take gigabytes.
+        read: `[batch]`, the one position in each sequence whose logits are needed; returns `[batch, 1, vocabulary]`.
+        The logits of a whole long prompt would take gigabytes.
         """
         assert thresholds is None or self.method.decides_by_threshold
         assert cache is None or cache.batch == len(ids), f"{len(ids)} sequences for {cache.batch} slots of the cache"
@@ -289,7 +294,7 @@ class LanguageModel(nn.Module):
         return linear(self.norm(hidden), self.embedding.weight if self.head is None else self.head.weight)
 
     def _needed(self, time: int, cache: KVCache | None, valid: Tensor | None) -> int:
-        """Length of the longest sequence after this pass, checked; padding does not count."""
+        """Length of the longest sequence after this forward pass, without padding; raises if it does not fit."""
         if cache is not None:
             needed = cache.needed(time, valid, min(self.config.context, cache.capacity))
         else:
@@ -309,7 +314,7 @@ class LanguageModel(nn.Module):
         valid: Tensor | None = None,
         needed: int = 0,
     ) -> tuple[Context, Tensor]:
-        """The context of this pass, and the positions of the tokens, `[time]` or `[batch, time]`."""
+        """The context of this forward pass, and the positions of the tokens, `[time]` or `[batch, time]`."""
         positions = torch.arange(time, device=device)
         if valid is not None:
             positions = (valid.long().cumsum(1) - 1).clamp(min=0)
@@ -317,35 +322,35 @@ class LanguageModel(nn.Module):
         if cache is not None:
             positions = positions + cache.seen()[:, None]
             window = cache.capacity if cache.fixed else max(needed, 1)
-            if valid is not None:  # padding after a full sequence has no position
+            if valid is not None:  # padding after a full sequence would be out of range
                 positions = positions.clamp(max=min(self.config.context, window) - 1)
             writes = positions if valid is None else torch.where(valid, positions, cache.capacity)
             ctx = replace(ctx, columns=positions, writes=writes, window=window)
         return replace(ctx, positions=positions, rotation=self.positions.rotation(positions)), positions
 
     def entering(self, ids: Tensor, execution: Execution) -> tuple[Tensor, Context]:
-        """The input of a method for whole sequences `ids` `[batch, time]`: the embedded tokens and their context."""
+        """The inputs of a method for whole sequences `ids` `[batch, time]`: embedded tokens and context."""
         ctx, positions = self._context(ids.shape[1], ids.device, execution)
         return self.embedded(ids, positions), replace(ctx, ids=ids)
 
     def until_decided(self, ids: Tensor, **given: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The first part of a sparse pass of a method that packs; with `scored` and `room`, `forward` is the rest."""
+        """The first part of a sparse pass, for methods that pack; `forward` with `scored` and `room` does the rest."""
         self._needed(ids.shape[1], cache=None, valid=None)
         hidden, ctx = self.entering(ids, "sparse")
         return self.method.until_decided(hidden, _with_given(ctx, given))
 
     def active_count_by_text(self, ids: Tensor, **given: Tensor) -> Tensor:
-        """How many tokens such a pass packs, of a method that decides by the text."""
+        """The number of tokens that such a forward pass packs, for methods whose decisions depend only on the text."""
         ctx, _ = self._context(ids.shape[1], ids.device, "sparse")
         return self.method.active_count_by_text(_with_given(replace(ctx, ids=ids), given))
 
     def forcing(self, decisions: Tensor) -> dict[str, Tensor]:
-        """Arguments that force these decisions on a pass; as thresholds where the method has them."""
+        """Arguments of `forward` that force these decisions, as thresholds if the method decides by threshold."""
         return {"thresholds": forced(decisions)} if self.method.decides_by_threshold else {"decisions": decisions}
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether a sparse pass on a GPU needs no host synchronisation, so that it can be one CUDA graph."""
+        """Whether a sparse forward pass on a GPU needs no host synchronisation, so that it can be one CUDA graph."""
         if not any(site.routed for site in self.method.sites(keys=1)):
             return True
         blocks = (module for module in self.method.modules() if isinstance(module, Block))
@@ -354,7 +359,7 @@ class LanguageModel(nn.Module):
 
     @property
     def head_flops(self) -> int:
-        """Of one token."""
+        """Per token."""
         return head_flops(self.config)
 
 

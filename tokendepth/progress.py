@@ -1,12 +1,12 @@
-"""Progress of long tasks, on stderr: a bar in a terminal, in a log a plain line every five seconds.
+"""Progress of long tasks on stderr: a bar in a terminal, a plain line every five seconds in a log.
 
     with Progress("evaluating runs/tsa", len(batches), unit="batches") as progress:
         for batch in batches:
             ...
             progress.advance()
 
-A task inside a task is a second bar in a terminal; a log shows the innermost one. A task of less than five seconds
-leaves nothing in a log, unless it follows another task. Lines that must stay are printed by `console`, which knows of
+A task inside a task is a second bar in a terminal; a log shows only the innermost one. A task of less than five seconds
+leaves nothing in a log, unless it follows another task. Print lines that must stay with `console`, which knows about
 the bars.
 """
 
@@ -82,7 +82,7 @@ class Progress:
         self.update(self.done + by)
 
     def update(self, done: float | None = None, *, total: float | None = None, note: str | None = None) -> None:
-        """`note`: a few words about what is being done, or how well."""
+        """`note`: a few words about the current work or its result."""
         self.done = self.done if done is None else done
         self.total = self.total if total is None else total
         self.note = self.note if note is None else note
@@ -105,7 +105,7 @@ class Progress:
 
 
 class _Note(ProgressColumn):
-    """The first column to be cut short in a narrow terminal."""
+    """The first column that is shortened in a narrow terminal."""
 
     def __init__(self) -> None:
         super().__init__(Column())
@@ -116,7 +116,7 @@ class _Note(ProgressColumn):
 
 @contextlib.contextmanager
 def _display(*, stays: bool) -> Iterator[Bars | None]:
-    """Show the running tasks: as bars in a terminal (the first may stay there), else by a thread that prints lines."""
+    """Show the running tasks: as bars in a terminal (the first may stay there), otherwise as lines from a thread."""
     with lenient_stderr():
         if console.is_terminal and not console.is_dumb_terminal:
             columns = (

@@ -1,4 +1,4 @@
-"""What a run starts from, where that is a finished dense run and not chance. Standard library only."""
+"""What a retrofitted run starts from: a finished dense run. Standard library only."""
 
 import re
 from dataclasses import dataclass
@@ -9,24 +9,24 @@ from tokendepth.checks import check, check_range, check_types
 
 @dataclass(frozen=True)
 class RetrofitConfig:
-    """A finished dense run whose weights this one begins with, and what of them is trained."""
+    """The finished dense run whose weights this one starts from, and which weights are trained."""
 
     base: str = ""
-    """Its folder; needed until this run is finished."""
+    """Its folder; keep it until this run is finished."""
     sha256: str = ""
-    """Of its weights."""
+    """SHA-256 of its weights."""
     trains: Literal["all", "lora", "routers"] = "all"
-    """All weights; low-rank changes of the blocks' matrices, and the routers; or the routers alone."""
+    """all weights, lora (low-rank updates of the blocks' matrices, plus the routers), or only the routers."""
     rank: int = 8
-    """Of lora."""
+    """Rank of lora."""
     distill: float = 0.5
-    """Weight of the divergence from the untouched model; the cross entropy has the rest."""
+    """Weight of the divergence from the untouched model in the loss; cross entropy has the rest."""
     routers_first: float = 0.0
-    """Part of the training in which only the routers move, where there are any that learn."""
+    """First part of the training, from 0 to 1, in which only new parameters are trained: the routers and linear map."""
     drop: int = 0
-    """How many adjacent blocks of the base are left out: the control."""
+    """Number of adjacent blocks of the base that are left out, as a control."""
     drop_from: int = 0
-    """The first of them, counted from 0."""
+    """First block that is left out, counted from 0."""
 
     def __post_init__(self) -> None:
         check_types(self, "retrofit")

@@ -1,7 +1,7 @@
-"""stdout and stderr that may lose their reader, fill their disk, or be closed from the start.
+"""stdout and stderr that survive a closed pipe, a full disk, or being closed from the start.
 
-Messages on stderr are a courtesy: if it cannot be written they are dropped and the work goes on. Output on stdout is a
-result: if it cannot be written the command ends, without a traceback.
+Messages on stderr are a courtesy: if they cannot be written, they are dropped and the work continues. Output on stdout
+is a result: if it cannot be written, the command ends without a traceback.
 """
 
 import contextlib
@@ -89,8 +89,7 @@ class _Stdout(io.FileIO):
                 if error.errno in (errno.EPIPE, errno.EIO):
                     raise ReaderGone from None
                 raise UserError(
-                    f"stdout cannot be written ({error.strerror}); what the command keeps is intact; "
-                    "send its output elsewhere"
+                    f"stdout cannot be written ({error.strerror}); what was saved is intact; send the output elsewhere"
                 ) from None
         return len(memoryview(data))
 

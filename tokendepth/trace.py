@@ -1,7 +1,7 @@
-"""DepthTrace: which token was worked on where, and what that costs. Every method makes one; every figure reads one.
+"""DepthTrace: which tokens were processed where, and what that costs. Every method makes one; every figure reads one.
 
-Two numbers that must not be mixed come out of it. Under `soft` the work is a weight, so `tlops_saved` is the paper's
-weighted contribution and no FLOP is skipped. Under `sparse` the work is what ran, and `flops` counts only that.
+It gives two numbers that must not be mixed. Under `soft` the work is a weight: `tlops_saved` is the weighted
+contribution of the TSA paper, and no FLOP is skipped. Under `sparse` the work is what ran, and `flops` counts that.
 """
 
 from dataclasses import dataclass, replace
@@ -14,26 +14,30 @@ EXECUTIONS: tuple[Execution, ...] = ("soft", "hard", "sparse")
 
 @dataclass(frozen=True)
 class Site:
-    """One place where depth is spent, with FLOPs (2 x multiply-adds of matrix products) for one token there."""
+    """A place where a router decides, or where every token is processed, such as a block.
+
+    FLOPs are for one token: 2 x the multiply-adds of matrix products.
+    """
 
     name: str
+    """Such as "block 0"."""
     routed: bool
-    """False for a site that is always active, such as the stem."""
+    """Whether a router decides here; False if every token is processed, as in the stem."""
     always: float
-    """Spent on every token, worked on or not: keys and values that others attend to."""
+    """FLOPs spent on every token, processed or not: keys and values that other tokens attend to."""
     active: float
-    """Spent on a token that is worked on: queries, its attention row, output projection, feed-forward."""
+    """FLOPs spent only on a processed token: queries, its attention row, output projection, feed-forward."""
     router: float = 0.0
-    """Spent on deciding."""
+    """FLOPs of the decision."""
     blocks: int = 1
-    """Number of blocks at this site: what a token counts in token-layer operations."""
+    """Number of blocks at this site: the token-layer operations of one token."""
     per_key: float = 0.0
     """The part of `active` that each key costs, if active tokens can be packed into a shorter sequence; else 0."""
 
 
 @dataclass(frozen=True)
 class DepthTrace:
-    """`work[site, batch, time]` in [0, 1] (a torch tensor or a numpy array) and what each site costs.
+    """Which tokens were processed where, and what each site costs. A site is a place such as a block.
 
     >>> trace = td.load("runs/tsa")("def depth(token):").trace
     >>> [site.name for site in trace.sites][:2]
@@ -43,18 +47,22 @@ class DepthTrace:
     """
 
     work: Any
+    """`[site, batch, time]`, from 0 (skipped) to 1 (processed), a torch tensor or a numpy array."""
     sites: tuple[Site, ...]
+    """One `Site` for each entry of the first dimension of `work`."""
     execution: Execution
+    """soft (work is a weight, nothing is skipped), hard (0 or 1, nothing is skipped) or sparse (really skipped)."""
     outside: float = 0.0
     """FLOPs per token outside the sites: the output head."""
     valid: Any = None
-    """`[batch, time]`, False at padding; None where every position holds a token."""
+    """`[batch, time]`, False at padding; None if there is no padding."""
     fewer_keys: Any = None
     """`[batch]`: by how many keys packing shortened each active token's attention; None without packing."""
     read_alone: bool = False
-    """Whether the output head was taken for one token of each sequence alone, as when a prompt is read."""
+    """Whether the output head ran for only one token of each sequence, as when a prompt is read."""
 
     def totals(self) -> "DepthTotals":
+        """Add up the work over all tokens, and the FLOPs over all positions that were computed."""
         positions = self.work.shape[1] * self.work.shape[2]
         work, tokens = self.work, positions
         if self.valid is not None:
@@ -82,17 +90,20 @@ class DepthTrace:
 
 @dataclass(frozen=True)
 class DepthTotals:
-    """Sums over traces, as plain numbers. All depth metrics are defined here and nowhere else."""
+    """Sums over one or several traces, as plain numbers; totals can be added. All depth metrics are defined here."""
 
     routed: tuple[bool, ...]
+    """For each site, whether a router decides there."""
     work: tuple[float, ...]
+    """For each site, the sum of the work over the tokens."""
     tokens: int
+    """Number of tokens, padding excluded."""
     flops: float
     """FLOPs executed, routers included."""
     flops_dense: float
     """FLOPs of the same blocks with every token active and no routers."""
     blocks: tuple[int, ...] = ()
-    """Token-layer operations of a token at each site; 1 if not given."""
+    """For each site, the token-layer operations of one token; 1 if not given."""
     narrower_rows: float = 0.0
     """FLOPs that packing saved in attention; already subtracted from `flops`."""
 
@@ -109,11 +120,12 @@ class DepthTotals:
 
     @property
     def per_site(self) -> list[float]:
+        """For each site, the mean work: the share of tokens that it processed, under soft their mean weight."""
         return [w / self.tokens for w in self.work]
 
     @property
     def active_fraction(self) -> float:
-        """Alpha, eq. 6: the mean work over the routed sites; 1 where nothing is routed."""
+        """Mean work over the routed sites (alpha, eq. 6 of the TSA paper); 1 if there are none."""
         fractions = [f for f, routed in zip(self.per_site, self.routed, strict=True) if routed]
         return sum(fractions) / len(fractions) if fractions else 1.0
 
@@ -124,7 +136,7 @@ class DepthTotals:
 
     @property
     def tlops_saved(self) -> float:
-        """Delta, eq. 7: 1 - (1 + (L-1) alpha) / L when one of L sites, the stem, is always active."""
+        """Share of token-layer operations saved (delta, eq. 7): 1 - (1 + (L-1) alpha) / L if 1 of L is not routed."""
         return 1 - self.tlops / (self.tokens * sum(self._blocks))
 
     @property
@@ -133,12 +145,12 @@ class DepthTotals:
 
     @property
     def flops_full_rows(self) -> float:
-        """FLOPs executed by the other convention: attention rows as wide as without packing."""
+        """FLOPs executed if attention is counted as wide as without packing."""
         return self.flops + self.narrower_rows
 
     @property
     def flops_skipped(self) -> float:
-        """Share of the router-free dense FLOPs that was not executed; negative where the routers cost more."""
+        """Share of `flops_dense` that was not executed; negative if routers cost more than skipping saves."""
         return 1 - self.flops / self.flops_dense
 
 

@@ -1,7 +1,7 @@
-"""A run of Token-Selective Attention as a folder that vLLM reads with the plugin: python convert.py RUN FOLDER
+"""Convert a Token-Selective Attention run to a folder for vLLM with the plugin: python convert.py RUN FOLDER
 
-The run was trained with `--method.skip ffn`, and its blocks are those of Llama: RMSNorm, rotary positions, SwiGLU, no
-biases, no norm of queries and keys.
+The run must be trained with `--method.skip ffn` and Llama-style blocks: RMSNorm, rotary positions, SwiGLU, no biases,
+no norm of queries and keys.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from tokendepth.methods.tsa import TSA
 
 
 def llama_weights(network) -> dict[str, Tensor]:
-    """By their names in Llama; a router keeps its own beside them."""
+    """Weights under their names in Llama; routers keep their own names."""
     model, native = network.config, network.state_dict()
     q, kv = model.n_head * model.width, model.kv_heads * model.width
     found = {"model.embed_tokens.weight": native["embedding.weight"], "model.norm.weight": native["norm.weight"]}
@@ -47,7 +47,7 @@ def convert(run: str, out: Path) -> None:
         or not isinstance(method, TSA)
         or method.skip != "ffn"
     ):
-        raise td.UserError(f"{run} is no Llama with --method.skip ffn; train one to try the plugin with")
+        raise td.UserError(f"{run} has no Llama-style blocks with --method.skip ffn; train one as in README.md")
     config = LlamaConfig(
         vocab_size=model.vocab_size, hidden_size=model.d_model, intermediate_size=model.d_ff,
         num_hidden_layers=model.n_layer, num_attention_heads=model.n_head, num_key_value_heads=model.kv_heads,

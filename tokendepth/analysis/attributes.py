@@ -1,16 +1,16 @@
-"""What is known of a token without asking the model: its kind, its place in its word, how frequent it is."""
+"""Attributes of tokens that need no model: kind, position in the word, frequency."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 CHARACTER_KINDS = ("letter", "capital", "digit", "punctuation", "space", "line break", "other")
-"""Where a token is one character or one byte; "other" is a byte that is a part of a character."""
+"""If a token is one character or one byte; "other" is a byte that is only part of a character."""
 WORD_KINDS = ("begins a word", "continues a word", "number", "punctuation", "space", "line break", "other")
-"""Where tokens are longer, by their first character that is no space."""
+"""If tokens are longer, by their first character that is not a space."""
 POSITIONS = ("first", "middle", "last", "outside words")
 FREQUENCY_TOKENS = 2**20
-"""Training text from which the tokens' frequencies are counted."""
+"""Tokens of the training text from which frequencies are counted."""
 
 
 def character_kind(text: str) -> str:
@@ -26,7 +26,7 @@ def character_kind(text: str) -> str:
 
 
 class Spelled:
-    """A text as token ids, beside what each token of the vocabulary adds to a text, in UTF-8."""
+    """A text as token ids, with the UTF-8 bytes of each token of the vocabulary."""
 
     def __init__(self, ids: np.ndarray, spellings: Sequence[bytes]) -> None:
         self.ids = ids
@@ -43,7 +43,7 @@ class Spelled:
         return kinds
 
     def positions(self) -> np.ndarray:
-        """The place of a token in its word (letters without a gap): first, middle, or last, as what follows shows."""
+        """Position of a token in its word (letters without a gap): first, middle, or last, given the next token."""
         inside, begins = self._words()
         goes_on = np.append((inside & ~begins)[1:], False)
         names = np.full(len(self.ids), "outside words", dtype="<U16")
@@ -53,7 +53,7 @@ class Spelled:
         return names
 
     def _words(self) -> tuple[np.ndarray, np.ndarray]:
-        """Which tokens are of a word, and which of them begin one."""
+        """Which tokens belong to a word, and which of them begin one."""
         bodies = [text.lstrip() for text in self.texts]
         inside = np.array([body[:1].isalpha() for body in bodies])[self.ids]
         apart = np.array([text[:1].isspace() for text in self.texts])[self.ids]
@@ -63,7 +63,7 @@ class Spelled:
 
 
 def _decoded(spelling: bytes) -> str:
-    """Empty for a part of a character, and for a token that adds nothing."""
+    """Empty for a part of a character and for a token without text."""
     try:
         return spelling.decode()
     except UnicodeDecodeError:
@@ -79,6 +79,6 @@ def _longer_kind(text: str) -> str:
 
 
 def frequencies(ids: np.ndarray, training: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The share of each token's type in the training text."""
+    """Share of each token's type in the training text."""
     counts = np.bincount(training[:FREQUENCY_TOKENS], minlength=vocab_size)
     return (counts / counts.sum())[ids]

@@ -1,4 +1,4 @@
-"""Is a router a lookup table? How much of its decision the token explains, and what the token before it adds."""
+"""Is a router a lookup table? How much of its decisions the token explains, and what the previous token adds."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from tokendepth.analysis.windows import FEWEST, Estimate, Windows
 
 SHUFFLES = 10
 PIECES = 20
-"""Of the text; each is left out once, to see how far the share depends on it (jackknife)."""
+"""Pieces of the text; each is left out once, to see how much the share depends on it (jackknife)."""
 STUDENT = 2.093
 """The 97.5% quantile of Student's t with 19 degrees of freedom, for 20 pieces."""
 SEEN = 5
-"""How often a pair must have been seen for the lookup to go by it; else it goes by the token alone."""
+"""How often a pair must have been seen to be used by the lookup; otherwise it uses only the token."""
 
 
 def entropy(counts: np.ndarray) -> np.ndarray:
@@ -22,18 +22,18 @@ def entropy(counts: np.ndarray) -> np.ndarray:
 
 
 def information(active: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Mutual information of type and decision, in bits: of `counts` tokens of each type so many are `active`."""
+    """Mutual information of type and decision, in bits; of the `counts` tokens of each type, `active` are active."""
     table = np.stack([active, counts - active], axis=-1)
     given = (counts / counts.sum() * entropy(table)).sum(-1)
     return entropy(table.sum(-2)) - given
 
 
 def adjusted(active: np.ndarray, counts: np.ndarray, dice: np.random.Generator) -> tuple[float, float]:
-    """Of the decision's entropy, the share that the type explains beyond chance; and the share that chance alone does.
+    """Share of the decision's entropy that the type explains beyond chance; and the share that chance explains.
 
-    Few tokens of a type seem to explain a decision whatever it is. So decisions are shuffled over the tokens: what then
-    remains is chance, and is taken off above and below: 1 where the type determines the decision, 0 on average where
-    it says nothing. How many of each type are active after a shuffle is drawn directly.
+    Types with few tokens seem to explain any decision. So decisions are shuffled over the tokens: what then remains is
+    chance, and is subtracted from numerator and denominator. The result is 1 if the type determines the decision, and
+    0 on average if it is independent. How many of each type are active after a shuffle is drawn directly.
     """
     own = float(entropy(np.array([active.sum(), (counts - active).sum()])))
     if not own:
@@ -44,7 +44,7 @@ def adjusted(active: np.ndarray, counts: np.ndarray, dice: np.random.Generator) 
 
 
 def token_share(decision: np.ndarray, ids: np.ndarray, windows: Windows, *, seed: int = 0) -> dict[str, Any]:
-    """Mutual information of decision and token as a share of the decision's entropy, beside what chance explains."""
+    """Mutual information of decision and token as a share of the decision's entropy, and what chance explains of it."""
     dice = np.random.default_rng(seed)
     types, kind = np.unique(ids, return_inverse=True)
     piece = windows.of * PIECES // windows.count
@@ -72,10 +72,10 @@ def _left_out(counts: np.ndarray, active: np.ndarray, dice: np.random.Generator)
 
 
 def lookups(decision: np.ndarray, ids: np.ndarray, first: np.ndarray, windows: Windows) -> dict[str, Estimate]:
-    """How often a table foretells the decision on text that it was not made from: by nothing, token, and pair.
+    """How often a table predicts the decision on text that it was not made from: from nothing, token, or pair.
 
-    Every second unit is foretold from the others, and these from it. The `first` token of a window is left out: the
-    model sees nothing before it. `by_token` and `by_pair` come with what they gain over the table before them.
+    Each half of the units is predicted from the other half. The `first` token of a window is left out, since the model
+    sees nothing before it. The gains are those of `by_token` and `by_pair` over the table before them.
     """
     _, token = np.unique(ids, return_inverse=True)
     previous = np.insert(token[:-1], 0, 0)
@@ -101,7 +101,7 @@ def lookups(decision: np.ndarray, ids: np.ndarray, first: np.ndarray, windows: W
 def _majority(
     key: np.ndarray, decision: np.ndarray, known: np.ndarray, otherwise: np.ndarray, *, fewest: int
 ) -> np.ndarray:
-    """The decision that most `known` tokens of the same key got; `otherwise` at a tie, or where fewer were seen."""
+    """The decision of most `known` tokens with the same key; `otherwise` at a tie or if fewer were seen."""
     size = int(key.max()) + 1
     seen = np.bincount(key[known], minlength=size)
     active = np.bincount(key[known], decision[known], size)

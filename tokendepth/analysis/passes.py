@@ -1,4 +1,4 @@
-"""A run's model over a text: what each token got, as executed, with everyone active, and after a change before it."""
+"""A model over a text: depth and loss of each token with skipping, without, and after a change to an earlier token."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,34 +19,34 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text, one entry a token in its order; what every text begins with for some models is left out."""
+    """A text with one entry per token, in order; a token with which every text begins (in some models) is left out."""
 
     ids: np.ndarray
     window: np.ndarray
-    """The number of the token's window: what the model sees at once."""
+    """Number of the token's window, the part of the text that the model sees at once."""
     position: np.ndarray
-    """In its window, from 0."""
+    """Position in its window, from 0."""
     loss: np.ndarray
-    """Of what follows the token, in nats, as executed."""
+    """Loss of the next token in nats, with skipping."""
     entropy: np.ndarray
-    """Of the prediction of what follows, in nats."""
+    """Entropy of the prediction of the next token, in nats."""
     work: np.ndarray
-    """`[routed site, token]`, as executed."""
+    """`[routed site, token]`, with skipping."""
     full_loss: np.ndarray | None
-    """Of what follows, with every token active everywhere; None where the method cannot be executed so."""
+    """Loss of the next token with every token active everywhere; None if the method cannot run like that."""
     flips: np.ndarray
-    """`[routed site, token]`: decisions that become others when one earlier token of the window is replaced."""
+    """`[routed site, token]`: decisions that change when one earlier token of the window is replaced."""
     distance: np.ndarray
-    """To that token; 0 and below where it is the token itself, or comes later."""
+    """Distance to that token; 0 or negative for the token itself and those before it."""
 
     @property
     def surprisal(self) -> np.ndarray:
-        """Of the token itself: what the token before it lost. Unknown, NaN, for the first of the text."""
+        """Loss of the token itself, from the prediction before it; NaN for the first token of the text."""
         return np.insert(self.loss[:-1], 0, np.nan)
 
     @property
     def decisions(self) -> np.ndarray:
-        """`[routed site, token]`: whether it was worked on, as `evaluate` counts it."""
+        """`[routed site, token]`: whether the token was processed, as `evaluate` counts it."""
         return self.work > 0.5
 
 
@@ -54,7 +54,7 @@ class Tokens:
 def run_over(
     model: LanguageModel, dataset: TextDataset, stream: Iterator[Batch], progress: Progress, *, seed: int = 0
 ) -> Tokens:
-    """Three passes over every batch of the stream."""
+    """Three forward passes over every batch of the stream."""
     routed = [n for n, site in enumerate(model.method.sites(keys=1)) if site.routed]
     dice = np.random.default_rng(seed)
     types = np.unique(dataset.split_ids("train"))
@@ -87,7 +87,7 @@ def run_over(
 
 
 def replaced(ids: Tensor, valid: np.ndarray, types: np.ndarray, dice: np.random.Generator) -> tuple[Tensor, np.ndarray]:
-    """The same windows with one token of each replaced by another of the training text's, and where that is."""
+    """The windows with one token of each replaced by another token from the training text, and its position."""
     first = valid.argmax(1)  # what every text begins with stays
     where = dice.integers(first, ids.shape[1])
     old = ids.cpu().numpy()[np.arange(len(ids)), where]

@@ -1,9 +1,9 @@
-"""Depth by token type, over validation text: the paper's open question, with numbers.
+"""Depth by token type on validation text: an open question of the TSA paper, with numbers.
 
 A token's depth is the mean of its work over the routed blocks: under soft the gate's weight, under hard the share of
-blocks that ran. It is set against two surprisals: of the token itself, given its past, and of the one that follows it,
-which is what the depth is spent on predicting. Groups are those that the paper names (spaces, punctuation, characters
-in mid-word) and what it leaves open (frequency, surprisal).
+blocks that ran. It is compared with two surprisals: of the token itself, given its past, and of the next token, which
+the depth is spent on predicting. Groups are those that the paper names (spaces, punctuation, characters in mid-word)
+and those that it leaves open (frequency, surprisal).
 """
 
 from typing import Any
@@ -23,18 +23,18 @@ from tokendepth.runs.run import Run
 from tokendepth.trace import Execution
 
 TOKENS = 2**17
-"""Enough for every group to hold some hundreds."""
+"""Enough for a few hundred in every group."""
 FREQUENCIES = {"below 0.5%": 0.0, "0.5% to 2%": 0.005, "2% to 5%": 0.02, "5% and more": 0.05}
-"""A token's type by the smallest share of the text that it has."""
+"""Token types by their minimum share of the text."""
 QUARTERS = ("lowest quarter", "second quarter", "third quarter", "highest quarter")
 ORDER = (*CHARACTER_KINDS, *POSITIONS, *FREQUENCIES, *QUARTERS)
 
 
 def measure(run: Run, *, device: str = "auto", tokens: int = TOKENS) -> dict[str, Any]:
-    """Depth by group, its correlation with surprisal, and how much of it depends on the layer alone; soft and hard."""
+    """Depth by group, its correlation with surprisal, and how much of it depends only on the layer; soft and hard."""
     where, dataset = choose_device(device), dataset_of(run)
     if not isinstance(dataset, TextDataset) or not isinstance(dataset.tokenizer, CharTokenizer):
-        raise UserError(f"{run.path} was not trained on characters of a text; token types are known for those only")
+        raise UserError(f"{run.path} was not trained on the characters of a text; token types are known only for those")
     model = load_model(run, where)
     modes: tuple[Execution, ...] = ("soft", "hard") if model.method.has_soft else ("hard",)
     routed = [n for n, site in enumerate(model.method.sites(keys=1)) if site.routed]
@@ -92,14 +92,14 @@ def _summary(gate: np.ndarray, of_token: np.ndarray, of_next: np.ndarray) -> dic
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Spearman's, ties sharing their mean rank; None where one of the two is constant."""
+    """Spearman's, with ties sharing their mean rank; None if one of the two is constant."""
     a, b = ranks(a), ranks(b)
     if not a.std() or not b.std():
         return None
     return float(np.corrcoef(a, b)[0, 1])
 
 
-# --- groups: one label a token, empty where it is in none -------------------------------------------------------------
+# --- groups: one label per token, empty if it is in none --------------------------------------------------------------
 
 
 def _frequencies(text: np.ndarray, dataset: TextDataset) -> np.ndarray:

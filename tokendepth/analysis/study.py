@@ -1,4 +1,4 @@
-"""analyse: runs of one config in, every table of where the depth goes out, with a summary in words."""
+"""analyse: runs with the same config in; tables of which tokens get the depth, and a summary in words, out."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,9 +36,26 @@ def analyse(
     device: str = "auto",
     show: bool = False,
 ) -> dict[str, Any]:
-    """Where finished runs spend their depth over a split; several runs must differ in nothing but their seeds.
+    """Analyse which tokens get the depth in one or more finished runs. Several runs may differ only in their seeds.
 
-    `tokens` takes only the beginning of the split, `corpus` is another text than the runs' own. `show` prints progress.
+    `tokens` limits the analysis to the first tokens of the split; `corpus` names a text other than the runs' own.
+    `show` prints progress.
+
+    | key of the result | value |
+    |---|---|
+    | `version`, `method`, `recipe`, `corpus`, `split`, `context` | what was analysed |
+    | `summary` | the results in a few sentences |
+    | `agreement` | for each pair of seeds and each site: how often they decide alike, and Cohen's kappa |
+    | `runs` | a dictionary per run, with the keys below |
+    | `run`, `seed`, `env`, `tokens`, `windows`, `sites` | which run, where, over how much text; names of the sites |
+    | `token` | "character" if every token is one, else "token" |
+    | `loss`, `depth`, `depth_per_site` | averages with sparse execution |
+    | `by` | for each attribute, such as `kind`, a table as from `depth_by` |
+    | `lookup` | for each site: how much of its decisions the token, and the one before it, explains |
+    | `stability` | decisions that flip after one earlier token is replaced, by distance |
+    | `skipped` | what skipping costs in loss, by kind of token; None if the method cannot run without skipping |
+
+    Estimates are dictionaries with `value` and a 95% confidence interval, `low` and `high`.
     """
     if isinstance(runs, Run | str | Path):
         runs = [runs]
@@ -71,21 +88,21 @@ def analyse(
 
 
 def check_seeds(runs: Sequence[Run]) -> None:
-    """A UserError unless there are runs, all finished, on text, and of one config but for the seed."""
+    """A UserError unless there are runs, all finished, trained on text, with configs that differ only in the seed."""
     if not runs:
-        raise UserError("analyse was given no run folder; name one, or several of one config with different seeds")
+        raise UserError("analyse was given no run folder; name one, or several that differ only in their seeds")
     seeds: dict[int, Run] = {}
     for run in runs:
         run.verify()
         config = run.config
         if config.data.synthetic:
-            raise UserError(f"{run.path} was trained on {config.data.corpus}, which is no text; give a run of a text")
+            raise UserError(f"{run.path} was trained on {config.data.corpus}, which is not text; use a run on text")
         alike = replace(config, train=replace(config.train, seed=runs[0].config.train.seed))
         if difference := first_difference(to_dict(alike), to_dict(runs[0].config)):
-            told = f"{run.path} is no other seed of {runs[0].path}: {difference}"
+            told = f"{run.path} differs from {runs[0].path} in more than the seed: {difference}"
             raise UserError(f"{told}; analyse them one at a time")
         if twin := seeds.get(config.train.seed):
-            raise UserError(f"{run.path} has the seed {config.train.seed}, as {twin.path} has; give each seed once")
+            raise UserError(f"{run.path} has the same seed as {twin.path}, {config.train.seed}; name each seed once")
         seeds[config.train.seed] = run
 
 
@@ -97,7 +114,7 @@ def _of_run(
     model = load_model(run, where)
     sites = [site.name for site in model.method.sites(keys=1) if site.routed]
     if not sites:
-        raise UserError(f"{run.path} has no routers, so every token has the same depth; give a routed run")
+        raise UserError(f"{run.path} has no routers, so every token has the same depth; use a routed run")
     dataset = dataset_of(run, corpus)
     assert isinstance(dataset, TextDataset)
     context = model.config.context
@@ -106,7 +123,7 @@ def _of_run(
         unit = f"{FEWEST} windows of {context} tokens"
         remedy = "raise --tokens, or name a longer text with --corpus text:PATH"
         raise UserError(f"{length:,} tokens of the {split} split are too few; expected at least {unit}; {remedy}")
-    progress.update(total=length, note="executing it")
+    progress.update(total=length, note="running the model")
     text = run_over(model, dataset, batches(dataset, split, context, where, tokens), progress)
     progress.update(note="counting")
     facts = {"run": run.name, "seed": run.config.train.seed, "env": environment(where)}
@@ -114,7 +131,7 @@ def _of_run(
 
 
 def describe(text: Tokens, dataset: TextDataset, sites: list[str]) -> dict[str, Any]:
-    """Every table of one run."""
+    """All tables of one run."""
     windows = Windows(text.window)
     spelled = Spelled(text.ids, dataset.tokenizer.spellings())
     kinds = spelled.kinds()
@@ -147,7 +164,7 @@ def describe(text: Tokens, dataset: TextDataset, sites: list[str]) -> dict[str, 
 
 
 def stability(text: Tokens, windows: Windows) -> list[dict[str, Any]]:
-    """By distance to a token that was replaced: the share of decisions that flip, over all sites and for each."""
+    """Share of decisions that flip after a token is replaced, by distance to it, over all sites and for each site."""
     rows = []
     longest = int(text.distance.max())
     edges = [1, *(2**n + 1 for n in range(longest.bit_length() + 1) if 2**n < longest), longest + 1]
@@ -161,9 +178,9 @@ def stability(text: Tokens, windows: Windows) -> list[dict[str, Any]]:
 
 
 def skipped(text: Tokens, kinds: np.ndarray, windows: Windows) -> list[dict[str, Any]] | None:
-    """By kind: the loss of what follows as executed, minus with everyone active; None where that cannot be.
+    """Loss of the next token with skipping minus without, by kind of token; None if the method cannot run without.
 
-    Over all tokens of the kind, and over those of them that were skipped somewhere.
+    Over all tokens of a kind, and over those of them that were skipped at some site.
     """
     if text.full_loss is None:
         return None
@@ -182,7 +199,7 @@ def skipped(text: Tokens, kinds: np.ndarray, windows: Windows) -> list[dict[str,
 
 
 def agreement(decisions: Sequence[np.ndarray], windows: Windows, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """For each pair of seeds, at each site: how often they decide alike, what chance gives, Cohen's kappa."""
+    """For each pair of seeds, at each site: how often they decide alike, the rate by chance, and Cohen's kappa."""
     rows = []
     for one, other in combinations(range(len(decisions)), 2):
         sites = []
@@ -205,7 +222,7 @@ def _agree(both: Any, first: Any, second: Any, neither: Any) -> Any:
 
 
 def _chance(both: Any, first: Any, second: Any, neither: Any) -> Any:
-    """With the same shares, decided independently."""
+    """Agreement of independent decisions with the same shares."""
     total = both + first + second + neither
     a, b = (both + first) / total, (both + second) / total
     return a * b + (1 - a) * (1 - b)

@@ -1,4 +1,4 @@
-"""depth_by: a trace and a table of token attributes in, depth by attribute out."""
+"""depth_by: a trace and token attributes in, depth by attribute out."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,27 +11,31 @@ from tokendepth.errors import UserError
 from tokendepth.trace import DepthTrace
 
 GROUPS = 10
-"""Into how many groups of equal size numbers are cut; ties may leave fewer."""
+"""Number of groups of equal size into which numbers are split; ties may leave fewer."""
 
 
 def depth_by(
     trace: DepthTrace, attributes: Mapping[str, ArrayLike], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> dict[str, Any]:
-    """Depth by attribute of the tokens: for each, a row per group, and the rank correlation where it is a number.
+    """Average depth for each value of a token attribute; for numeric attributes also the rank correlation with depth.
 
-    An attribute is `[batch, time]`, as the trace is: strings are groups, numbers are cut into ten of equal size; an
-    empty string and NaN are in none. Depth is the mean of a token's work over the routed sites, beside each site's own.
-    Intervals resample whole sequences, and are None where a group occurs in fewer than 20 of them.
+    Each attribute has the trace's shape, `[batch, time]`. Strings define groups; numbers are split into ten groups of
+    equal size; tokens with an empty string or NaN are left out. Depth is a token's mean work over the routed sites.
+
+    The result has for each attribute a list `groups`, whose rows have the keys `group`, `tokens`, `share` (of all
+    tokens), `depth`, `difference` (from all other tokens) and `per_site` (depth at each site). Numeric attributes also
+    have the `mean` of each group, `rank_correlation` and `rank_correlation_per_site`. Confidence intervals come from
+    resampling whole sequences; they are None for groups that occur in fewer than 20 sequences.
     """
     sites = [n for n, site in enumerate(trace.sites) if site.routed]
     if not sites:
-        raise UserError("the trace has no routed site, so every token has the same depth; give one of a routed model")
+        raise UserError("the trace has no routed site, so every token has the same depth; pass one of a routed model")
     shape = tuple(trace.work.shape[1:])
     valid = np.ones(shape, bool) if trace.valid is None else to_numpy(trace.valid).astype(bool)
     columns = {name: np.asarray(values) for name, values in attributes.items()}
     for name, values in columns.items():
         if values.shape != shape:
-            raise UserError(f"attribute {name!r} has the shape {values.shape}; expected one value a token: {shape}")
+            raise UserError(f"attribute {name!r} has the shape {values.shape}; expected one value per token: {shape}")
     number = np.broadcast_to(np.arange(shape[0])[:, None], shape)
     windows = Windows(number[valid], resamples=resamples, seed=seed)
     work = to_numpy(trace.work)[sites][:, valid]
@@ -39,12 +43,12 @@ def depth_by(
 
 
 def to_numpy(values: Any) -> np.ndarray:
-    """A torch tensor or a numpy array, as the latter."""
+    """A torch tensor or numpy array as a numpy array."""
     return values if isinstance(values, np.ndarray) else values.detach().float().cpu().numpy()
 
 
 def tabulate(work: np.ndarray, windows: Windows, attributes: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The same for `work` `[routed site, token]` and one value a token."""
+    """The same for `work` `[routed site, token]` and one value per token."""
     layers = work.astype(float)
     depth = layers.mean(0)
     found = {}
@@ -80,7 +84,7 @@ def named(labels: np.ndarray) -> list[tuple[str, np.ndarray]]:
 
 
 def _cut(values: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Groups of equal size, as far as ties allow it, from low to high."""
+    """Groups of equal size, as far as ties allow, from low to high."""
     known = np.isfinite(values)
     if not known.any():
         return []

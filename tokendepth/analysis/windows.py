@@ -7,15 +7,15 @@ import numpy as np
 
 RESAMPLES = 400
 FEWEST = 20
-"""Windows from which an interval is given; with fewer, resampling understates what chance does."""
+"""Minimum number of windows for an interval; with fewer, resampling understates chance."""
 MOST = 2000
-"""Units that are resampled: of more windows, neighbours are one unit, since they too resemble each other."""
+"""Maximum number of resampled units: with more windows, neighbours form one unit, since they too are similar."""
 QUANTILES = (0.025, 0.975)
 KNOWN = 0.9
-"""The part of the resamples that must have a value for an interval to be given."""
+"""Share of the resamples that must have a value for an interval to be given."""
 
 Estimate = dict[str, float | None]
-"""`value`, and the `low` and `high` end of its 95% interval; each None where it is not known."""
+"""`value`, and the `low` and `high` end of its 95% interval; each None if unknown."""
 
 
 class Windows:
@@ -32,7 +32,7 @@ class Windows:
         self.weights = draws.astype(float)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """`[unit]`: the sum over each unit of one number a token."""
+        """`[unit]`: sum over each unit of one number per token."""
         return np.bincount(self.of, values, self.count)
 
     def estimate(
@@ -40,8 +40,8 @@ class Windows:
     ) -> Estimate:
         """A statistic of sums over all tokens, and its interval.
 
-        parts: what is summed, each one number a token. among: the tokens that the statistic is about, where these are
-        not all: what occurs in fewer than `FEWEST` units gets no interval.
+        parts: what is summed, each one number per token. among: the tokens that the statistic is about, if not all of
+        them; if they occur in fewer than `FEWEST` units, there is no interval.
         """
         return self.of_sums([self.sums(part) for part in parts], statistic, among)
 
@@ -63,7 +63,7 @@ class Windows:
         return {"value": value, "low": float(low), "high": float(high)}
 
     def mean(self, values: np.ndarray, among: np.ndarray | None = None) -> Estimate:
-        """Of one number a token, over all tokens or `among` some."""
+        """Mean of one number per token, over all tokens or `among` some."""
         counted = np.ones(len(self.of)) if among is None else among.astype(float)
         return self.estimate([values * counted, counted], np.divide, among)
 
@@ -74,7 +74,7 @@ class Windows:
         return self.estimate(parts, lambda a, n, b, m: a / n - b / m, among)
 
     def rank_correlation(self, a: np.ndarray, b: np.ndarray) -> Estimate:
-        """Spearman's. Ranks are those in the whole text; they are not taken anew in every resample."""
+        """Spearman's. Ranks are those in the whole text, not recomputed in every resample."""
         known = np.isfinite(a) & np.isfinite(b)
         x, y = np.zeros(len(a)), np.zeros(len(b))
         # Centred, so that sums of squares lose no digits.

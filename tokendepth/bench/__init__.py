@@ -1,1 +1,1 @@
-"""Benchmarks of this machine; every row carries device, versions and commit. Never run by the tests."""
+"""Benchmarks on this machine; every row records device, versions and commit. Not run by the tests."""

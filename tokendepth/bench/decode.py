@@ -1,12 +1,12 @@
-"""What skipping gives token by token: a decoding step against the best dense decoding that a user could have had.
+"""Speedup of decoding with skipping, relative to the fastest dense decoding available on the same machine.
 
-Before anything is timed, sparse must equal hard on the very decisions that will be timed. Conditions are interleaved,
-so that drift hits all alike; routers run inside of the timed region. On a GPU a condition is a CUDA graph of several
-steps, each with decisions of its own; dense is the fastest of eager, compiled (`static_dense`) and our own kernels
-with every token active.
+Before anything is timed, sparse must equal hard for the same decisions that will be timed. Conditions are interleaved,
+so that drift affects all equally; routers run inside the timed region. On a GPU a condition is a CUDA graph of several
+steps, each with its own decisions. Dense is the fastest of eager, compiled (`static_dense`) and our own kernels with
+every token active.
 
-A step is as long as its bytes take to arrive from memory: the ceiling is the ratio of those, weights and cached keys
-and values, dense over read. A block's weights are read if any token of the batch is active there.
+Decoding is bound by memory bandwidth, so the ceiling is the ratio of bytes read (weights and cached keys and values),
+dense over sparse. A block's weights are read if any token of the batch is active there.
 """
 
 import copy
@@ -51,7 +51,7 @@ __all__ = ["in_words", "measure", "measure_run", "parse_batches", "parse_fractio
 
 FRACTIONS = (0.2, 0.4, 0.6, 0.8, 1.0)
 STEPS = 8
-"""Tokens of a condition, each with decisions of its own."""
+"""Tokens per condition, each with its own decisions."""
 REPEATS = {"cuda": 20, "cpu": 10}
 
 
@@ -59,10 +59,10 @@ REPEATS = {"cuda": 20, "cpu": 10}
 class Shape:
     model: ModelConfig
     contexts: tuple[int, ...]
-    """Tokens that a step attends over."""
+    """Number of tokens that a step attends to."""
     batches: tuple[int, ...] = (1, 8, 64)
     on_cpu: tuple[int, ...] = ()
-    """Batch sizes on a CPU, where larger ones take minutes and gigabytes."""
+    """Batch sizes for a CPU, where larger ones take minutes and gigabytes."""
 
 
 SHAPES = {
@@ -84,7 +84,7 @@ def in_words(row: Row) -> str:
     return (
         f"{row['shape']}, batch {row['batch']}, context {row['context']}, active {row['active_fraction']:.3f}: "
         f"{row['dense_ms'][0]:.3f} ms {row['best_dense']}, {row['sparse_ms'][0]:.3f} ms sparse "
-        f"({row['tokens_per_s']:.0f} tokens/s): {row['speedup']:.2f}x, by bytes read at most {row['ceiling']:.2f}x"
+        f"({row['tokens_per_s']:.0f} tokens/s): {row['speedup']:.2f}x, ceiling by bytes read {row['ceiling']:.2f}x"
     )
 
 
@@ -95,9 +95,9 @@ def measure(
     batches: tuple[int, ...] | None = None,
     shapes: tuple[str, ...] | None = None,
 ) -> Iterator[Row]:
-    """Rows of random decisions at each fraction, each written to `results`/decode.json as soon as it is known.
+    """Rows for random decisions at each fraction, each written to `results`/decode.json as soon as it is known.
 
-    `batches`, if given, replace every shape's own; None stands for all `shapes`.
+    `batches` replaces the batch sizes of every shape. By default all `shapes` are measured.
     """
     device, shapes = choose_device(device_name), shapes or tuple(SHAPES)
     cells = [
@@ -130,7 +130,7 @@ def measure_run(
     batches_asked: tuple[int, ...] | None = None,
     corpus: str | None = None,
 ) -> Iterator[Row]:
-    """Rows of a trained run whose own routers decide, token by token along its validation text."""
+    """Rows for a trained run whose own routers decide, token by token along its validation text."""
     run, device = Run.open(path), choose_device(device_name)
     with Progress(f"reading {path} and its corpus"):
         dataset, trained = dataset_of(run, corpus), load_model(run, device)
@@ -165,7 +165,7 @@ def measure_run(
 
 @torch.no_grad()
 def _decided(model: LanguageModel, start: KVCache, tokens: Tensor) -> Decisions:
-    """The model's own decisions at each step: forced on all executions, so that rounding flips none between them."""
+    """The model's own decisions at each step. They are forced on all executions, so that rounding cannot flip any."""
     routed = torch.tensor([site.routed for site in model.method.sites(keys=1)], device=tokens.device)
     if not routed.any():
         return [None] * STEPS
@@ -173,7 +173,7 @@ def _decided(model: LanguageModel, start: KVCache, tokens: Tensor) -> Decisions:
 
 
 def _write(results: Path, row: Row) -> Row:
-    """Write to `results`/decode.json; a row that was measured the same way is replaced."""
+    """Write to `results`/decode.json, replacing a row that was measured the same way."""
     identity = ("benchmark", "shape", "positions", "batch", "context", "asked", "dtype", "device")
     add_rows(results / "decode.json", [row], identity=identity)
     return row
@@ -190,7 +190,7 @@ def _empty_cache(model: LanguageModel, batch: int, context: int) -> KVCache:
 
 
 def _noise(model: LanguageModel, batch: int, context: int) -> KVCache:
-    """A cache that holds all but the last `STEPS` of `context` tokens: random keys and values."""
+    """A cache filled with random keys and values, up to the last `STEPS` of `context` tokens."""
     cache = _empty_cache(model, batch, context)
     for part in (cache.keys, cache.values):
         part.normal_()
@@ -201,7 +201,7 @@ def _noise(model: LanguageModel, batch: int, context: int) -> KVCache:
 
 
 class _Steps:
-    """The same tokens decoded again and again from the same state of a cache."""
+    """Decodes the same tokens repeatedly from the same cache state."""
 
     def __init__(self, model: LanguageModel, start: KVCache, tokens: Tensor, decisions: Decisions) -> None:
         self.model, self.tokens, self.cache = model, tokens, copy.copy(start)
@@ -216,7 +216,7 @@ class _Steps:
         self.forced = [{} if made is None else model.forcing(made) for made in decisions]
 
     def go_back(self) -> None:
-        """Forget what was decoded: keys beyond the length are not read, and are written again before they are."""
+        """Forget the decoded tokens. Keys beyond the length stay: they are overwritten before they are read."""
         self.cache.lengths.copy_(self.lengths)
         for name, state in self.states.items():
             self.cache.states[name].copy_(state)
@@ -250,7 +250,7 @@ def _compared(
     title = f"{name}, batch {batch}, context {context}"
     with Progress(f"{title}: compiling and checking", len(cases), unit="fractions") as progress:
         dense, exact = built(model.config, DenseConfig(), device), in_float32(model)
-        packed = PackedMatrices([*model.parameters(), *dense.parameters()])  # as an engine has them
+        packed = PackedMatrices([*model.parameters(), *dense.parameters()])  # as in an engine
         baselines = _dense_conditions(dense, batch, context, tokens)
         for fraction, decisions in cases.items():
             steps = _Steps(model, start, tokens, decisions)
@@ -301,13 +301,13 @@ def _compared(
 def _dense_conditions(
     dense: LanguageModel, batch: int, context: int, tokens: Tensor
 ) -> dict[tuple[str, float | None], Callable[[], object]]:
-    """The router-free model in every form that might be the fastest, for as many steps."""
+    """The model without routers in every form that might be the fastest, for the same number of steps."""
     device = tokens.device
 
     def steps(static: StaticDense) -> Callable[[], object]:
         return captured(lambda: [static.step(step) for step in tokens], device)
 
-    torch.compiler.reset()  # else code compiled for an earlier shape is made general, and slower
+    torch.compiler.reset()  # otherwise code compiled for an earlier shape is generalised, which is slower
     found: dict[tuple[str, float | None], Callable[[], object]] = {
         ("dense", None): steps(StaticDense(dense, batch, context)),
         ("compiled dense", None): steps(StaticDense(dense, batch, context, lambda f: torch.compile(f, dynamic=False))),
@@ -319,9 +319,9 @@ def _dense_conditions(
 
 
 def _bytes(model: LanguageModel, traces: list[DepthTrace], context: int) -> tuple[float, float]:
-    """Weights and cached keys and values that these steps read, and those that a dense model reads.
+    """Bytes of weights and cached keys and values that these steps read, and that a dense model reads.
 
-    A site's FLOPs without keys are two for each of its weights.
+    Without keys, a site's FLOPs are two per weight.
     """
     config, size = model.config, model.norm.weight.element_size()
     keys = 2 * config.kv_heads * config.width * context

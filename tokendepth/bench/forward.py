@@ -1,13 +1,13 @@
-"""What skipping gives on the clock: the forward pass against the best dense run that a user could have had.
+"""Speedup of the forward pass with skipping, relative to the fastest dense pass available on the same machine.
 
-Before anything is timed, sparse must equal hard on the very decisions that will be timed. Conditions are interleaved,
-so that drift hits all alike. Routers and compaction run inside the timed region. What is timed is the model as
-`compiled` returns it, on a GPU by CUDA graphs; dense is the fastest of compiled, eager and our own kernels
-with every token active.
+Before anything is timed, sparse must equal hard for the same decisions that will be timed. Conditions are interleaved,
+so that drift affects all equally. Routers and compaction run inside the timed region. The timed model is the one that
+`compiled` returns, on a GPU as CUDA graphs. Dense is the fastest of compiled, eager and our own kernels with every
+token active.
 
     efficiency = (speedup - 1) / (ceiling - 1)
 
-where the ceiling is the ratio of FLOPs, dense over executed, counted from the trace.
+The ceiling is the ratio of FLOPs, dense over executed, counted from the trace.
 """
 
 import copy
@@ -43,13 +43,13 @@ FRACTIONS = (0.1, 0.25, 0.4, 0.5, 0.6, 0.726, 0.8, 1.0)
 BUDGETS = (0.7, 0.5, 0.4, 0.25)
 """The budgets at which a trained run with a dial is timed."""
 REPEATS = {1: 100, 8: 30}
-"""On a CPU, by the largest batch that is repeated so often."""
+"""On a CPU: largest batch size, and how often it is repeated."""
 FEWEST_REPEATS = 5
 MOST_SECONDS = 180
-"""Of timing on a CPU, where a pass of a real model takes seconds."""
+"""Limit for timing on a CPU, where a pass of a real model takes seconds."""
 GPU_REPEATS = 20
 ROUNDING = 1e-5
-"""Of logits in float32, relative to the largest."""
+"""Tolerance for logits in float32, relative to the largest."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ SHAPES = {
     "smollm2": Shape(SMOLLM2, (1, 8, 64)),
 }
 ON_A_CPU = ("paper",)
-"""Unless others are named: the larger ones take minutes a pass there."""
+"""Default shapes; larger ones take minutes per pass there."""
 
 Condition = Callable[[], object]
 
@@ -88,7 +88,7 @@ def parse_fractions(text: str | None) -> tuple[float, ...]:
 
 
 def parse_batches(text: str | None) -> tuple[int, ...] | None:
-    """None stands for each shape's own batch sizes."""
+    """None: the batch sizes of each shape."""
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
@@ -98,7 +98,7 @@ def parse_batches(text: str | None) -> tuple[int, ...] | None:
 
 
 def parse_shapes(text: str | None, known: Iterable[str]) -> tuple[str, ...] | None:
-    """None stands for all that the device can take."""
+    """None: all shapes that the device can run."""
     names = None if text is None else tuple(word.strip() for word in text.split(","))
     if unknown := [name for name in names or () if name not in known]:
         raise UserError(f"--shapes names {unknown[0]!r}; expected some of {', '.join(known)} with commas between them")
@@ -110,12 +110,12 @@ def in_words(row: Row) -> str:
     own = row[f"{row['execution']}_ms"][0]
     words = (
         f"{row['shape']}, batch {row['batch']}, active {row['active_fraction']:.3f}: {row['dense_ms'][0]:.2f} ms "
-        f"{row['best_dense']}, {own:.2f} ms {row['execution']}: {row['speedup']:.2f}x, at most {row['ceiling']:.2f}x"
+        f"{row['best_dense']}, {own:.2f} ms {row['execution']}: {row['speedup']:.2f}x, ceiling {row['ceiling']:.2f}x"
         f"{efficiency}"
     )
     if row["execution"] == "soft":
         return words
-    return f"{words}; auto runs {row['auto']}: {row['auto_over_hard']:.2f}x of the same weights run densely"
+    return f"{words}; auto chooses {row['auto']}: {row['auto_over_hard']:.2f}x the speed of hard"
 
 
 def measure(
@@ -125,9 +125,9 @@ def measure(
     batches: tuple[int, ...] | None = None,
     shapes: tuple[str, ...] | None = None,
 ) -> Iterator[Row]:
-    """Rows of random decisions at each fraction, each written to `results`/forward.json as soon as it is known.
+    """Rows for random decisions at each fraction, each written to `results`/forward.json as soon as it is known.
 
-    `batches`, if given, replace every shape's own.
+    `batches` replaces the batch sizes of every shape.
     """
     device = choose_device(device_name)
     names = shapes or (tuple(SHAPES) if device.type == "cuda" else ON_A_CPU)
@@ -151,9 +151,9 @@ def measure_run(
     batches_asked: tuple[int, ...] | None = None,
     corpus: str | None = None,
 ) -> Iterator[Row]:
-    """Rows of a trained run whose own routers decide, on its validation text, with its evaluated loss beside them.
+    """Rows for a trained run whose own routers decide, on its validation text, together with its evaluated loss.
 
-    A run with a dial is executed at several budgets. `corpus` is another text than the run's own.
+    A run with a dial is timed at several budgets. `corpus` is another text than the run's own.
     """
     run, device = Run.open(path), choose_device(device_name)
     if not run.evaluation:
@@ -187,7 +187,7 @@ def measure_run(
 def sequences(
     run: Run, dataset: Dataset, device: torch.device, asked: tuple[int, ...] | None
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Validation text `[sequence, time]` and the batch sizes to time: unless asked, as many as evaluating takes."""
+    """Validation text `[sequence, time]` and the batch sizes to time, by default up to that of an evaluation."""
     context = run.config.model.context
     evaluated = len(next(batches(dataset, "val", context, device))[0])
     sizes = asked or tuple(size for size in SHAPES["paper"].batches if size <= evaluated)
@@ -201,7 +201,7 @@ def sequences(
 
 
 def figures_of(run: Run) -> dict[float | None, dict[str, Row]]:
-    """Loss and skipped work on the whole validation text, by the budget that is timed (None: the run's own)."""
+    """Loss and skipped work on the whole validation text for each timed budget (None: the run's own)."""
 
     def figures(at: Row, execution: str) -> Row:
         skipped = {f"val_{name}": at[name] for name in ("tlops_skipped", "flops_skipped")}
@@ -219,7 +219,7 @@ def figures_of(run: Run) -> dict[float | None, dict[str, Row]]:
 
 @torch.no_grad()
 def _decided(model: LanguageModel, ids: Tensor, run: Run, budget: float | None, dataset: Dataset) -> Tensor | None:
-    """The run's decisions on this text, in the precision that it was evaluated in; None without routers."""
+    """The run's decisions on this text, in the precision of its evaluation; None without routers."""
     if budget is not None:
         calibrate.set_budget(model, run, budget, dataset, show=True)
     trace = model(ids, execution="hard").trace
@@ -228,7 +228,7 @@ def _decided(model: LanguageModel, ids: Tensor, run: Run, budget: float | None, 
 
 
 def write_row(results: Path, row: Row) -> Row:
-    """Write to `results`/forward.json; a row that was measured the same way is replaced."""
+    """Write to `results`/forward.json, replacing a row that was measured the same way."""
     identity = ("benchmark", "shape", "positions", "batch", "asked", "execution", "dtype", "device")
     add_rows(results / "forward.json", [row], identity=identity)
     return row
@@ -239,7 +239,7 @@ def built(model: ModelConfig, method: Any, device: torch.device) -> LanguageMode
 
 
 def as_served(model: LanguageModel) -> LanguageModel:
-    """In the fastest precision of its device."""
+    """The model in the fastest precision of its device."""
     return model.bfloat16() if model.norm.weight.is_cuda else model
 
 
@@ -248,7 +248,7 @@ def in_float32(model: LanguageModel) -> LanguageModel:
 
 
 def _random(model: ModelConfig, batch: int, routers: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens, and one random number in [0, 1) per decision: a token is active where it is below the fraction."""
+    """Tokens, and one random number in [0, 1) per decision: a token is active if it is below the fraction."""
     dice = torch.Generator().manual_seed(0)
     ids = torch.randint(model.vocab_size, (batch, model.context), generator=dice)
     return ids.to(device), torch.rand(routers, batch, model.context, generator=dice).to(device)
@@ -260,9 +260,9 @@ def _compared(
 ) -> list[Row]:
     """A row for each set of decisions (None: no routers), all timed against each other.
 
-    `soft` adds a row with the same weights and the paper's soft gate, where nothing is skipped.
+    `soft` adds a row for the same weights with soft gates, where nothing is skipped.
     """
-    torch.compiler.reset()  # else code compiled for an earlier shape is made general, and slower
+    torch.compiler.reset()  # otherwise code compiled for an earlier shape is generalised, which is slower
     fast = compiled(model)
     conditions: dict[tuple[str, float | None], Condition] = _dense_conditions(model.config, ids)
     baselines = list(conditions)
@@ -291,7 +291,7 @@ def _compared(
     if soft:
         conditions["soft", None] = lambda: fast(ids, execution="soft")
         totals["soft", None] = _nothing_skipped(model, ids)
-    # Nobody reads what a timed pass returns, so all may write it to the same memory: logits can be gigabytes.
+    # The outputs of timed passes are not read, so all can share memory: logits can be gigabytes.
     pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None
     whole = {name for name in conditions if name[0] == "sparse" and isinstance(fast, PackedPasses)}
     captures = {
@@ -340,7 +340,7 @@ def _affordable(conditions: dict[Any, Condition], device: torch.device) -> int:
 
 
 def _dense_conditions(config: ModelConfig, ids: Tensor) -> dict[tuple[str, float | None], Condition]:
-    """The router-free model in every form that might be the fastest."""
+    """The model without routers in every form that might be the fastest."""
     dense = built(config, DenseConfig(), ids.device)
     static = torch.compile(dense, dynamic=False)
     found: dict[tuple[str, float | None], Condition] = {
@@ -357,26 +357,26 @@ def _dense_conditions(config: ModelConfig, ids: Tensor) -> dict[tuple[str, float
 
 
 def _at_full_activity(dense: LanguageModel, ids: Tensor) -> Tensor:
-    """A dense model run by the skipping kernels with every token active."""
+    """A dense model run with the skipping kernels, every token active."""
     hidden, ctx = dense.entering(ids, "sparse")
     everyone = Rows(torch.ones_like(ids, dtype=torch.bool))
     for block in (module for module in dense.method.modules() if isinstance(module, Block)):
-        # Where the block is launch-bound, no list of all tokens is made.
+        # A launch-bound block uses its kernels without a list of tokens.
         hidden = block(hidden, ctx, None if block.launch_bound(hidden) else everyone)
     return dense.readout(hidden)
 
 
 def _nothing_skipped(model: LanguageModel, ids: Tensor) -> DepthTotals:
-    """What executing the soft gate costs: a token with weight 0.01 costs as much as one with weight 1."""
+    """The cost of soft gates: a token with weight 0.01 costs as much as one with weight 1."""
     trace = model(ids, execution="soft").trace
     return replace(trace, work=torch.ones_like(trace.work)).totals()
 
 
 def check_equal(sparse: Tensor, library: Tensor, exact: Tensor, *, same_decisions: bool) -> None:
-    """A time means nothing if the result is not the reference's, as far as its precision goes.
+    """Raise UserError if the result is wrong, since its time would then mean nothing.
 
-    Against `exact`, masking in float32, skipping may be off by twice as much as masking is in the precision that is
-    timed; in float32 by `ROUNDING`.
+    Relative to `exact` (masking in float32), the error of skipping may be twice that of masking in the timed precision,
+    or `ROUNDING` in float32.
     """
     error, usual = (float((one - exact).abs().max() / exact.abs().max()) for one in (sparse, library))
     if not same_decisions or not error <= max(2 * usual, ROUNDING):

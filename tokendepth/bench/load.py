@@ -1,6 +1,6 @@
-"""Bounded load on a server of the OpenAI API: clients that each send a request, read its stream, and send the next.
+"""Bounded load for an OpenAI-compatible server: each client sends a request, reads its stream, and sends the next one.
 
-They speak to 127.0.0.1 or another address of this machine, by plain HTTP, so that any such server can be measured.
+Clients use plain HTTP, so that any such server on this machine can be measured.
 """
 
 import http.client
@@ -17,52 +17,52 @@ from urllib.parse import urlsplit
 from tokendepth.errors import UserError
 
 PATIENCE_S = 600.0
-"""A server that says nothing for so long hangs."""
+"""A server that is silent for this long hangs."""
 WORDS = (
     "the", "and", "of", "to", "in", "that", "he", "was", "it", "his", "is", "with", "as", "for", "had", "you", "not",
     "be", "her", "on", "at", "by", "which", "have", "or", "from", "this", "him", "but", "all", "she", "they", "were",
     "my", "are", "me", "one", "their", "so", "an", "said", "them", "we", "who", "would", "been", "will", "no", "when",
 )  # fmt: skip
-"""Of letters alone, which every text has."""
+"""Letters only, so that every tokenizer has tokens for them."""
 
 
 @dataclass(frozen=True)
 class Load:
     clients: int
     requests: int
-    """In all; after `seconds` no further one is sent."""
+    """Total number; none is sent after `seconds`."""
     seconds: float
     tokens: int = 32
-    """That each request asks for."""
+    """Tokens that each request asks for."""
     words: int = 12
-    """Of its prompt."""
+    """Words in each prompt."""
     seed: int = 0
 
     def prompts(self) -> list[str]:
-        """Each another one, so that no server has read it before."""
+        """All different, so that no server has a prompt in its cache."""
         dice = random.Random(f"{self.seed} {self.clients}")
         return [" ".join(dice.choices(WORDS, k=self.words)) for _ in range(self.requests)]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One stream as the client saw it; times in seconds since the request was sent."""
+    """One stream as seen by the client; times in seconds since the request was sent."""
 
     prompt: str
     text: str
     tokens: int
     first: float
     last: float
-    """When the last token came."""
+    """When the last token arrived."""
 
     @property
     def a_token(self) -> float | None:
-        """From one token to the next, on average; None where there was only one."""
+        """Mean seconds between tokens; None if there was only one."""
         return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else None
 
 
 class Client:
-    """Of the server at `url`, such as http://127.0.0.1:8000."""
+    """A client of the server at `url`, such as http://127.0.0.1:8000."""
 
     def __init__(self, url: str, model: str | None = None) -> None:
         parts = urlsplit(url)
@@ -91,7 +91,7 @@ class Client:
             connection.close()
 
     def complete(self, connection: http.client.HTTPConnection, prompt: str, tokens: int) -> Answer:
-        """One request, streamed. A UserError where the server refuses it or does not tell it to the end."""
+        """One request, streamed. Raises UserError if the server rejects it or does not finish the stream."""
         asked = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
         body = json.dumps({**asked, "stream_options": {"include_usage": True}})
         start = time.perf_counter()
@@ -122,7 +122,7 @@ class Client:
 
 
 def put(load: Load, client: Client, tell: Callable[[int], None] = lambda done: None) -> tuple[list[Answer], float]:
-    """Every answer in the order of its prompt, and the seconds from the first request to the last answer."""
+    """All answers in the order of their prompts, and the seconds from the first request to the last answer."""
     queue = iter(enumerate(load.prompts()))
     taking, found, faults = threading.Lock(), {}, []
     counted = itertools.count(1)

@@ -1,4 +1,4 @@
-"""The same benchmark in several processes, one after the other: the speed of two cores varies between processes."""
+"""Repeat a benchmark in several processes, one after the other, because speed on a CPU varies between processes."""
 
 import json
 import statistics
@@ -15,7 +15,7 @@ from tokendepth.runs.results import Row
 
 
 def measure(words: list[str], count: int, results: Path) -> Iterator[Row]:
-    """Rows of `tokendepth bench forward WORDS` in `count` processes: for each batch size, those of the median one."""
+    """Rows of `tokendepth bench forward WORDS` in `count` processes: for each batch size, of the median process."""
     found = []
     with Progress("bench forward", count, unit="processes") as progress:
         for _ in range(count):
@@ -38,12 +38,15 @@ def _measured(words: list[str]) -> list[Row]:
 
 
 def middle(found: list[list[Row]]) -> Iterator[Row]:
-    """`found` are the rows of each process. A row also keeps the speedups of all processes, slowest first."""
+    """The rows of the median process for each batch size, with the speedups of all processes, slowest first.
+
+    found: the rows of each process.
+    """
     batches = dict.fromkeys((row["shape"], row["batch"]) for row in found[0])
     for batch in batches:
         parts = [[row for row in rows if (row["shape"], row["batch"]) == batch] for rows in found]
         parts.sort(key=lambda rows: statistics.fmean(row["speedup"] for row in rows))
-        chosen = parts[(len(parts) - 1) // 2]  # of an even number the slower one
+        chosen = parts[(len(parts) - 1) // 2]  # for an even number, the slower of the two
         for row in chosen:
             alike = [one["speedup"] for rows in parts for one in rows if _case(one) == _case(row)]
             yield {**row, "speedup_processes": sorted(alike)}

@@ -1,8 +1,8 @@
-"""The server under load: latency and throughput by the number of clients, skipping against running densely, and with
-requests written at the same time against one at a time.
+"""The server under load: latency and throughput by number of clients, with and without skipping, and with several
+requests at a time or one by one.
 
-The server is a process of its own, started as a user starts it; this one is its clients. The same prompts in the same
-order for every row of a run, and the texts are compared: a speed means nothing if the text is another one.
+The server is a separate process, started as users start it; this process runs the clients. Every row of a run uses the
+same prompts in the same order, and the texts are compared, since a speed means nothing if the text differs.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ from tokendepth.trace import Execution
 CLIENTS = (1, 4, 16)
 REQUESTS = 64
 SECONDS = 30.0
-"""Of one row: after so long no further request is sent."""
+"""Limit per row: after this time no further request is sent."""
 PERCENTILES = (50, 90, 99)
 IDENTITY = ("benchmark", "server", "run", "execution", "slots", "clients", "tokens", "device")
 
 
 def measure(path: Path, device_name: str, results: Path, clients: Sequence[int] = CLIENTS) -> Iterator[Row]:
-    """Rows of a run, each written to `results`/serve.json as soon as it is known."""
+    """Rows for a run, each written to `results`/serve.json as soon as it is known."""
     run, device, most = Run.open(path), choose_device(device_name), max(clients)
     routed = any(site.routed for site in build(run.config).method.sites(keys=1))
     executions: tuple[Execution, ...] = ("sparse", "hard") if routed else ("sparse",)
@@ -46,7 +46,7 @@ def measure(path: Path, device_name: str, results: Path, clients: Sequence[int] 
     facts |= {"method": method_name(run.config.method)}
     for execution, slots in servers:
         with started(run, execution, slots, device.type) as (client, pid):
-            # One at a time is compared where the most clients wait.
+            # One request at a time is measured only with the most clients.
             for number in clients if slots > 1 or most == 1 else (most,):
                 answers, figures = _measured(client, number, pid, f"{run.name}, {execution}, {slots} at a time")
                 differing = sum(texts.setdefault(each.prompt, each.text) != each.text for each in answers)
@@ -57,7 +57,7 @@ def measure(path: Path, device_name: str, results: Path, clients: Sequence[int] 
 def measure_other(
     url: str, name: str, model: str | None, device_name: str, results: Path, clients: Sequence[int] = CLIENTS
 ) -> Iterator[Row]:
-    """Rows of another server that runs on this machine, which the user calls `name`."""
+    """Rows for another server on this machine, which the user calls `name`."""
     device, client = choose_device(device_name), Client(url, model)
     facts = {"server": name, "run": client.model.rstrip("/").rpartition("/")[2], "execution": "dense", "slots": None}
     for number in clients:
@@ -70,7 +70,7 @@ def in_words(row: Row) -> str:
     return (
         f"{row['run']} on {row['server']}, {row['execution']}{at_once}, {row['clients']} clients: "
         f"{row['tokens_per_s']:.1f} tokens/s; first token {row['first_token_ms'][0]:.0f} ms, "
-        f"then {row['token_ms'][0]:.1f} ms a token; whole {row['request_ms'][0]:.0f} ms "
+        f"then {row['token_ms'][0]:.1f} ms per token; whole request {row['request_ms'][0]:.0f} ms "
         f"({row['request_ms'][-1]:.0f} ms at the 99th percentile)"
     )
 
@@ -88,7 +88,7 @@ def parse_clients(text: str | None) -> tuple[int, ...]:
 
 
 def _measured(client: Client, clients: int, pid: int | None, title: str) -> tuple[list[Answer], Row]:
-    """The load of `clients` after one to warm up. `pid`: of the server, where it is ours."""
+    """Answers and figures for a load of `clients`, after a warm-up. `pid`: of the server, if it is ours."""
     load = Load(clients, REQUESTS, SECONDS)
     with Progress(f"{title}, {clients} clients", REQUESTS, unit="requests") as progress:
         put(Load(clients, clients, SECONDS, tokens=4, seed=1), client)
@@ -123,14 +123,14 @@ def _written(results: Path, row: Row) -> Row:
 
 
 def _spent(client: Client) -> tuple[float, float]:
-    """FLOPs that the server has executed so far, and those of the same with nothing skipped."""
+    """FLOPs that the server has executed so far, and those it would have executed with nothing skipped."""
     figures = dict(re.findall(r"^tokendepth_(\w+) (\S+)$", client.get("/metrics")[1].decode(), re.MULTILINE))
     return float(figures["flops_total"]), float(figures["flops_dense_total"])
 
 
 @dataclass(frozen=True)
 class _Clock:
-    """Seconds of processor time so far: of the whole machine, and of the server with its clients."""
+    """Seconds of processor time used so far, by the whole machine and by the server with its clients."""
 
     wall: float
     everyone: float
@@ -148,7 +148,7 @@ class _Clock:
         return cls(time.perf_counter(), (user + nice + system + sum(other)) / tick, of_server + time.process_time())
 
     def others(self, before: "_Clock") -> float:
-        """How many cores others kept busy since."""
+        """How many cores other processes kept busy since `before`."""
         spent = (self.everyone - before.everyone) - (self.ours - before.ours)
         return max(0.0, spent / (self.wall - before.wall))
 
@@ -158,7 +158,7 @@ class _Clock:
 
 @contextlib.contextmanager
 def started(run: Run, execution: str, slots: int, device: str) -> Iterator[tuple[Client, int]]:
-    """`tokendepth serve` in a process of its own, with a client for it and its process id."""
+    """Run `tokendepth serve` in a separate process; yields a client for it and its process id."""
     command = [sys.executable, "-m", "tokendepth", "serve", str(run.path), "--port", "0", "--queue", "1000"]
     command += ["--execution", execution, "--slots", str(slots), "--device", device, "--seconds", "3600"]
     environ = {name: value for name, value in os.environ.items() if name != "TOKENDEPTH_API_KEY"}

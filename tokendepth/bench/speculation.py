@@ -1,6 +1,6 @@
-"""Self-speculation against plain decoding of the same model at the same budget, one request at a time.
+"""Self-speculation compared with plain decoding of the same model at the same budget, one request at a time.
 
-`measure` continues passages of the run's test text, greedily, in the precision that its device is fastest in.
+`measure` continues passages of the run's test text, greedily, in the fastest precision of its device.
 """
 
 import statistics
@@ -33,12 +33,12 @@ from tokendepth.runs.run import Run
 Result = TypeVar("Result")
 
 PASSAGES, PROMPT_TOKENS, TOKENS = 8, 64, 128
-"""Texts that are continued, tokens of each that are read, and tokens that are written after them."""
+"""Number of passages, tokens per prompt, and tokens generated after each prompt."""
 IDENTITY = ("benchmark", "run", "checkpoint", "dtype", "device", "budget", "share", "temperature")
 
 
 def measure(path: Path, device_name: str, results: Path, corpus: str | None = None) -> Row:
-    """The row of a run, written to `results`/speculation.json: in bfloat16 on a GPU, in float32 on a CPU."""
+    """The row for a run, written to `results`/speculation.json: in bfloat16 on a GPU, in float32 on a CPU."""
     run, device = Run.open(path), choose_device(device_name)
     with Progress(f"reading {path} and its corpus"):
         dataset = dataset_of(run, corpus)
@@ -49,14 +49,14 @@ def measure(path: Path, device_name: str, results: Path, corpus: str | None = No
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     row = speculative_timing(run, prompts, tokens=tokens, device=device_name, dtype=dtype)
     row |= {"checkpoint": run.fingerprint, "method": method_name(run.config.method)}
-    # The text is named by its content, since its name may be a path of this machine.
+    # The text is identified by its content, since its name may be a path on this machine.
     row |= {"prompt_tokens": max(map(len, prompts)), "corpus_sha256": dataset.fingerprint}
     add_rows(results / "speculation.json", [row], identity=IDENTITY)
     return row
 
 
 def passages(dataset: Dataset, context: int) -> list[list[int]]:
-    """Tokens of the test text, in passages that do not follow each other directly; fewer where the text is short."""
+    """Passages of the test text, as tokens, that do not directly follow each other; fewer if the text is short."""
     size, apart, found = _prompt_tokens(context), min(context, PROMPT_TOKENS + TOKENS), []
     for windows, _ in dataset.windows("test", apart, PASSAGES):
         found += windows[:, :size].tolist()
@@ -66,7 +66,7 @@ def passages(dataset: Dataset, context: int) -> list[list[int]]:
 
 
 def _prompt_tokens(context: int) -> int:
-    """A third of a short context, so that there is room for twice as many."""
+    """At most a third of the context, which leaves room to generate twice as many."""
     return max(1, min(PROMPT_TOKENS, context // 3))
 
 
@@ -80,9 +80,9 @@ def in_words(row: Row) -> str:
         return f"{words}nothing was drafted"
     draft, verify = (row[name] / row["plain_step_ms"] for name in ("draft_ms", "verify_ms"))
     return (
-        f"{words}acceptance {row['acceptance']:.3f}, {row['draft_length']:.1f} tokens a draft; a drafted token costs "
-        f"{draft:.2f} plain steps by time and {row['draft_cost_by_weights']:.2f} by weights, verifying {verify:.2f} "
-        f"and {row['verify_cost_by_weights']:.2f}; by the formula {row['formula_by_time']:.2f}x by time and "
+        f"{words}acceptance {row['acceptance']:.3f}, {row['draft_length']:.1f} tokens per draft; cost in plain steps: "
+        f"{draft:.2f} per drafted token by time ({row['draft_cost_by_weights']:.2f} by weights), {verify:.2f} per "
+        f"verification ({row['verify_cost_by_weights']:.2f}); predicted speedup {row['formula_by_time']:.2f}x by time, "
         f"{row['formula_by_weights']:.2f}x by weights; {row['tokens_that_differ']} of {row['tokens']} tokens differ, "
         f"{row['unexplained']} unexplained"
     )
@@ -100,11 +100,11 @@ def speculative_timing(
     device: str = "auto",
     dtype: torch.dtype | None = None,
 ) -> Row:
-    """Tokens per second of plain decoding at `budget` and of speculation, in turns, and what the formula expects.
+    """Tokens per second of plain decoding at `budget` and of speculation, in turns, and the formula's prediction.
 
-    prompts: texts or their tokens, continued one after the other; reading them is not timed. share: of drafts, as of
-    `draft_thresholds`.
-    Costs are told twice: by the weights that passes read, and by the time that they took in a run of their own.
+    prompts: texts or their tokens, continued one after the other; reading them is not timed. share: share of tokens
+    that the draft works on, as in `draft_thresholds`.
+    Costs are given twice: by the weights that passes read, and by the time they took in a separate run.
     """
     place = choose_device(device)
     tokenizer, model = tokenizer_of(run), load_model(run, place)
@@ -152,7 +152,7 @@ def speculative_timing(
 
 
 def _rate(requests: list[Request]) -> float:
-    """Tokens per second, without the first of each, which comes from reading the prompt."""
+    """Tokens per second, without the first token of each request, which comes from reading the prompt."""
     written = [token.seconds for request in requests for token in request.tokens[1:]]
     return len(written) / sum(written)
 
@@ -162,7 +162,7 @@ def _spread(values: list[float]) -> list[float]:
 
 
 def _expected(requests: list[Request], clocked: "_Clocked", step_ms: float) -> dict[str, Any]:
-    """Acceptance and costs of all requests together, and the speedups that the formula has for them."""
+    """Acceptance and costs over all requests, and the speedups that the formula predicts from them."""
     found = [request.speculation for request in requests if request.speculation and request.speculation.passes]
     drafted, passes = sum(each.drafted for each in found), sum(each.passes for each in found)
     if not passes:
@@ -184,7 +184,7 @@ def _expected(requests: list[Request], clocked: "_Clocked", step_ms: float) -> d
 
 
 class _Clocked(SpeculativeEngine):
-    """Adds up the seconds of drafts and of verifying passes, waiting for the device."""
+    """Adds up the seconds spent on drafts and on verification, waiting for the device."""
 
     drafting = verifying = 0.0
 

@@ -1,8 +1,8 @@
-"""The best dense decoding that a user could have: a cache of fixed shape, compiled, on a GPU in a CUDA graph.
+"""A fast dense decoding baseline: a cache of fixed shape, compiled, on a GPU in a CUDA graph.
 
-Written as small inference engines write it, apart from our own cache and blocks, so that no feature of those slows it
-down: one buffer a layer, one position for the whole batch, a mask over all columns. A block is compiled once and run
-with each layer's weights; what it adds to the state is added by the next one, where the norm reads it anyway.
+Written like small inference engines, without our own cache and blocks, so that none of their features slows it down:
+one buffer per layer, one position for the whole batch, a mask over all columns. A block is compiled once and run with
+each layer's weights. Its update is added to the state by the next block, where the norm reads it anyway.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class StaticDense:
-    """A dense model and its cache, `context` columns of which `context - 1` are filled with noise."""
+    """A dense model with a cache of `context` columns, all but the last filled with noise."""
 
     def __init__(self, model: LanguageModel, batch: int, context: int, compile: Compile = lambda function: function):
         self.model = model
@@ -50,7 +50,7 @@ def _enter(model: LanguageModel, tokens: Tensor, at: Tensor, context: int) -> tu
 def _block(
     block: Block, h: Tensor, update: Tensor, keys: Tensor, values: Tensor, at: Tensor, rotation: Any, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The state after attention, and what the feed-forward network adds to it."""
+    """The state after attention, and the update of the feed-forward network."""
     attention, h = block.attention, h + update
     parts = attention.qkv(block.norm_attention(h)).unflatten(-1, (-1, attention.width))
     q, k, v = parts.split([attention.n_head, attention.kv_heads, attention.kv_heads], dim=2)

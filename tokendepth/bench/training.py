@@ -1,4 +1,4 @@
-"""Training benchmarks: steps of TSA and early exit against dense ones, steps of budget routing at 0.4, a whole run."""
+"""Training benchmarks: steps of TSA, early exit and budget routing at 0.4 compared with dense ones, and a whole run."""
 
 import itertools
 import statistics
@@ -41,15 +41,15 @@ PAPER_SHAPES: Shapes = {
 WIDE_SHAPES: Shapes = {"d768 L12 V50304, 16x1024": (ModelConfig(768, 12, 12, 3072, 1024, 0.0, 50304), 16)}
 """The shape of GPT-2 small; left out on a CPU, where a step takes minutes."""
 DEEP_SHAPES: Shapes = {"d1024 L24 V50304, 8x1024": (ModelConfig(1024, 24, 16, 4096, 1024, 0.0, 50304), 8)}
-"""The shape of GPT-2 medium, for the steps that skip only: it takes minutes to compile."""
+"""The shape of GPT-2 medium, only for the steps that skip, since it takes minutes to compile."""
 SKIPPING: Methods = {"budget": BudgetConfig(budget=0.4, dial=False, distill=0)}
 
 
 def measure(device_name: str, results: Path) -> Iterator[Row]:
-    """Yield the rows of this device, each written to `results`/training.json as soon as it is known."""
+    """Rows for this device, each written to `results`/training.json as soon as it is known."""
     device = choose_device(device_name)
     on_gpu = device.type == "cuda"
-    if on_gpu:  # first, before anything is compiled, as for a user
+    if on_gpu:  # first, before anything is compiled, as when a user starts training
         yield _written(results, _whole_run(device))
     shapes = PAPER_SHAPES | (WIDE_SHAPES if on_gpu else {})
     yield from measure_steps(shapes, device, results)
@@ -57,7 +57,7 @@ def measure(device_name: str, results: Path) -> Iterator[Row]:
 
 
 def measure_steps(shapes: Shapes, device: torch.device, results: Path) -> Iterator[Row]:
-    """What TSA and early exit cost: the steps alone, at the given shapes."""
+    """Time per training step of TSA and early exit, for the given shapes."""
     with Progress("bench training: steps", len(shapes), unit="shapes") as progress:
         for shape, (model, batch) in shapes.items():
             methods: Methods = {"tsa": TSAConfig()}
@@ -69,7 +69,7 @@ def measure_steps(shapes: Shapes, device: torch.device, results: Path) -> Iterat
 
 
 def measure_skipping(shapes: Shapes, device: torch.device, results: Path) -> Iterator[Row]:
-    """The gain of a training step that works on 0.4 of the tokens."""
+    """Time per training step that works on 0.4 of the tokens."""
     with Progress("bench training: steps that skip", len(shapes), unit="shapes") as progress:
         for shape, (model, batch) in shapes.items():
             row = _step(shape, model, batch, SKIPPING, device)
@@ -83,7 +83,7 @@ def _written(results: Path, row: Row) -> Row:
 
 
 def _step(shape: str, model: ModelConfig, batch: int, methods: Methods, device: torch.device) -> Row:
-    """The optimiser step of each method beside that of a dense model."""
+    """Time per optimiser step of each method, compared with a dense model."""
     on_gpu, dice = device.type == "cuda", np.random.default_rng(0)
     inputs = dice.integers(model.vocab_size, size=(batch, model.context))
     steps = {}
@@ -118,9 +118,10 @@ def _step(shape: str, model: ModelConfig, batch: int, methods: Methods, device: 
 
 
 def _whole_run(device: torch.device) -> Row:
-    """5,000 Shakespeare steps as a user runs them, validation and checkpoints included.
+    """A training run on Shakespeare as users run it, with validation and checkpoints.
 
-    A run of one step comes first: it takes the start-up of the process (data, CUDA, kernels), reported on its own.
+    A one-step run comes first; it includes the start-up of the process (data, CUDA, kernels), which is reported
+    separately.
     """
     config = RunConfig(DataConfig("shakespeare"), ModelConfig(), TSAConfig(), TrainConfig(device="cuda"))
     with (

@@ -1,1 +1,1 @@
-"""The command line: main reads the arguments, commands/ does the work."""
+"""The command line: main.py reads the arguments, commands/ does the work."""

@@ -1,4 +1,4 @@
-"""Answer common command-line mistakes in one line each, before the parser answers with a box of text."""
+"""Give a one-line error for common command-line mistakes, before the parser prints a box of text."""
 
 import dataclasses
 import errno
@@ -26,12 +26,12 @@ class Program:
 Options = list[tuple[str, str | None]]
 
 LONGEST_PATH = 1000
-"""Operating systems allow at least 1,024 characters; the rest is for the files in the folder."""
+"""Operating systems allow at least 1,024 characters; the rest is for file names inside the folder."""
 TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 def check_names(arguments: list[str], program: Program) -> None:
-    """A UserError for a command or recipe that does not exist, also when only its --help was asked for."""
+    """A UserError for a command or recipe that does not exist, even if only its --help was asked for."""
     command, *rest = arguments
     if command not in program.commands:
         raise UserError(f"{command!r}: no such command; {did_you_mean(command, program.commands)}")
@@ -42,7 +42,7 @@ def check_names(arguments: list[str], program: Program) -> None:
 def checked(arguments: list[str], program: Program) -> list[str]:
     """The arguments in a form that the parser cannot misread: command, words, then options joined to their values.
 
-    A UserError for an unknown command, recipe or option, a missing or wrong value, a word too many.
+    A UserError for an unknown command, recipe or option, a missing or invalid value, or an extra word.
     """
     _check_characters(arguments)
     check_names(arguments, program)
@@ -77,7 +77,7 @@ def _check_characters(arguments: list[str]) -> None:
         except UnicodeEncodeError:
             fits = False
         if not fits:
-            raise UserError(f"{word!r} has a character that no text and no file name may have; leave it out")
+            raise UserError(f"{word!r} has a character that is not allowed in text or file names; leave it out")
 
 
 def _flags(hints: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _off(switch: str) -> str:
 
 
 def _switches_of_recipes() -> dict[str, str]:
-    """Of all recipes: which word is the recipe is known only once the switches are."""
+    """Switches of all recipes: they are needed to find which word is the recipe."""
     return {off: on for name in RECIPES for off, on in _switches(_flags(options(recipe(name)))).items()}
 
 
@@ -152,17 +152,17 @@ def _joined(
 def _value(name: str, text: str | None, hint: Any, ask: str) -> str:
     kinds = (hint, *typing.get_args(hint))
     if text is None:
-        dashes = f" (one that begins with two dashes is joined to it: {name}=--this)" if str in kinds else ""
+        dashes = f" (join one that begins with two dashes: {name}=--this)" if str in kinds else ""
         raise UserError(f"{name} needs a value{dashes}; {ask}")
     if Path in kinds:
         _check_path(name, text)
-    elif not any(typing.get_origin(kind) is tuple for kind in kinds):  # of words any will do
+    elif not any(typing.get_origin(kind) is tuple for kind in kinds):  # any word is valid
         parse_value(hint, text, _dotted(name))
     return text
 
 
 def _check_together(command: type, words: dict[str, str], given: Options, known: dict[str, Any]) -> None:
-    """Make the command once, so that its own checks are heard: the parser keeps to itself what they say."""
+    """Construct the command once to see the errors of its own checks, which the parser would hide."""
     switches, values, parts = _switches(known), dict[str, Any](), dict[str, dict[str, Any]]()
     for name, text in given:
         on = switches.get(name, name)
@@ -181,7 +181,7 @@ def _check_together(command: type, words: dict[str, str], given: Options, known:
 
 def _check_path(name: str, text: str) -> None:
     if not text:
-        raise UserError(f"{name} is empty; expected a path; this folder is named by a dot: {name} .")
+        raise UserError(f"{name} is empty; expected a path; for the current folder write {name} .")
     try:
         os.stat(text)
         too_long = False
@@ -201,7 +201,7 @@ def _recipe(words: list[str], command: str, own: dict[str, Any]) -> RunConfig:
         raise UserError(f"{command} needs a recipe: one of {', '.join(RECIPES)}")
     config = recipe(words[0])
     if len(words) > 1:
-        folder = "; a run folder is named by --out" if "--out" in own else ""
+        folder = "; set the run folder with --out" if "--out" in own else ""
         raise UserError(f"{words[1]!r}: {command} takes one recipe and options; drop it{folder}")
     return config
 
@@ -219,7 +219,7 @@ def _changes(given: Options) -> dict[str, str]:
 def _check_words(words: list[str], positional: dict[str, Any], command: str, ask: str) -> None:
     """Check the bare words: none, one run, one of some names, any number of runs, or several paths."""
     if "" in words:
-        raise UserError(f"{command} was given an empty word; this folder is named by a dot; {ask}")
+        raise UserError(f"{command} was given an empty argument; for the current folder write a dot; {ask}")
     kinds = [typing.get_args(hint)[0] for hint in positional.values()]
     kind = kinds[0] if kinds else None
     for word in words if Path in (kind, *typing.get_args(kind)) else ():
@@ -232,12 +232,12 @@ def _check_words(words: list[str], positional: dict[str, Any], command: str, ask
         expected = " ".join(name.upper() for name in positional)
     given = " ".join(words)
     if len(words) != len(kinds) or (names and given not in names):
-        found = f"was given {given!r}" if given else "was given no words"
+        found = f"was given {given!r}" if given else "was given no arguments"
         raise UserError(f"{command} {found}; expected {expected}; {ask}")
 
 
 def _one(kind: Any) -> str:
-    return "one run folder" if kind is Path else "one word"
+    return "one run folder" if kind is Path else "one argument"
 
 
 def draft_share(text: str | None) -> bool | float:

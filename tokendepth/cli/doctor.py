@@ -1,4 +1,4 @@
-"""Check an installation: what is there, what is missing, what to do about it."""
+"""Check an installation: what works, what is missing, and how to fix it."""
 
 import importlib.metadata
 import importlib.util
@@ -33,7 +33,7 @@ class Finding:
     ok: bool
     detail: str
     needed: bool = True
-    """False for what only an extra or a GPU adds."""
+    """False for optional parts: extras and a GPU."""
 
 
 def examine() -> list[Finding]:
@@ -61,7 +61,7 @@ def _version(package: str) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _sparse_equals_hard(device: torch.device) -> Finding:
-    """The central promise, checked on this machine: skipping work changes the time and nothing else."""
+    """Check the central promise on this machine: skipping changes the time and nothing else."""
     model = ModelConfig(d_model=64, n_layer=4, n_head=4, d_ff=128, context=32, vocab_size=50)
     network = build(RunConfig(model=model, method=TSAConfig())).to(device).eval()
     dice = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The command line. tyro reads the arguments; a mistake is answered in one line and with exit code 2."""
+"""The command line. tyro reads the arguments; a mistake gives a one-line error and exit code 2."""
 
 import atexit
 import contextlib
@@ -33,11 +33,11 @@ def program(name: str, description: str, commands: tuple[type, ...]) -> Program:
     return Program(name, description, {command.__name__.lower(): command for command in commands})
 
 
-TOKENDEPTH = program("tokendepth", "Transformers in which every token gets only the depth it needs.", COMMANDS)
+TOKENDEPTH = program("tokendepth", "Train, measure and run transformers in which some tokens skip layers.", COMMANDS)
 
 
 def parse(arguments: list[str], of: Program = TOKENDEPTH) -> Any:
-    """The command that the arguments ask for; a UserError where they make no sense."""
+    """The command that the arguments ask for; a UserError if they make no sense."""
     if arguments[:1] == ["describe"] and any(os.sep in word or Path(word).is_dir() for word in arguments[1:2]):
         of = replace(of, commands={**of.commands, "describe": DescribeRun})
     if arguments[:1] == [COMPLETION] and arguments[1:] not in ([shell] for shell in SHELLS):
@@ -115,11 +115,11 @@ def _fault_of_the_machine(error: Exception) -> str | None:
     if line := _too_many_files(error):
         return line
     if isinstance(error, ImportError) and not (error.name or "").startswith("tokendepth"):
-        return f"a needed package cannot be imported ({error}); install tokendepth again"
+        return f"a required package cannot be imported ({error}); install tokendepth again"
     if is_out_of_memory(error):
         return (
-            f"there is not enough memory ({_first_line(error):.120}); what was saved is intact; "
-            "take a smaller model, context or batch (or more --train.accumulate), or a larger machine"
+            f"not enough memory ({_first_line(error):.120}); what was saved is intact; "
+            "use a smaller model, context or batch (or more --train.accumulate), or a larger machine"
         )
     return None
 
@@ -128,7 +128,7 @@ def _too_many_files(error: Exception) -> str | None:
     """A library may have wrapped the system's error in one of its own."""
     if not any(os.strerror(number) in str(error) for number in (errno.EMFILE, errno.ENFILE)):
         return None
-    return "too many files are open; what was saved is intact; allow more and repeat the command: ulimit -n 1024"
+    return "too many files are open; what was saved is intact; raise the limit and repeat the command: ulimit -n 1024"
 
 
 def _say(line: str) -> None:
@@ -141,4 +141,4 @@ def _refuse(line: str) -> NoReturn:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)  # Python's own MemoryError says nothing
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)  # Python's own MemoryError has no message

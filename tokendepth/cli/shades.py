@@ -1,4 +1,4 @@
-"""Generated text in a terminal, every token on a shade that says how deep it was computed."""
+"""Generated text in a terminal, with every token on a shade that shows its depth."""
 
 from rich.color import Color, ColorSystem
 from rich.console import Console
@@ -7,7 +7,7 @@ from rich.style import Style
 from tokendepth.report.palette import ACTIVE, INK, PAPER
 
 STEPS = 4
-"""Shades beside the lightest: quarters of the routed blocks."""
+"""Shades in addition to the lightest: quarters of the routed blocks."""
 
 
 class Shades:
@@ -29,7 +29,7 @@ class Shades:
 
     def legend(self) -> str:
         shades = "".join(self.shaded(f" {100 * step // STEPS}% ", step / STEPS) for step in range(STEPS + 1))
-        return f"depth {shades} of the routed blocks worked on the token"
+        return f"depth: {shades} of the routed blocks processed the token"
 
     def shaded(self, text: str, depth: float) -> str:
         """`text` on the shade of `depth`, in [0, 1]; line ends stay outside, and nothing else steers the terminal."""

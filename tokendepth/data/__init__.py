@@ -1,4 +1,4 @@
-"""Corpora as batches of token ids. Text lies on disk and is memory-mapped; copy and sort are generated."""
+"""Corpora as batches of token ids. Text is memory-mapped from disk; the tasks copy and sort are generated."""
 
 from tokendepth.data.bpe import BPETokenizer
 from tokendepth.data.corpora import load, vocab_size

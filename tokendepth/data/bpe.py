@@ -1,10 +1,10 @@
-"""Subword tokens by the `tokenizers` library: byte-level BPE trained on a corpus, or any tokenizer.json.
+"""Subword tokens with the `tokenizers` library: byte-level BPE trained on a corpus, or any tokenizer.json.
 
-A corpus is encoded in segments, so that it never has to be in memory as a whole. Where a segment ends depends on the
-text alone, not on the pieces in which it was read; so the ids do not depend on them either. A segment ends between
-two words or two lines, where no token of the usual tokenizers reaches across, and each is encoded together with the
-last characters of the one before, whose ids are then dropped; so the ids are those of the whole text encoded at once,
-also for tokenizers that put a space before whatever they are given.
+A corpus is encoded in segments, so that it never has to be in memory as a whole. Where a segment ends depends only on
+the text, not on the pieces in which it was read, so the ids do not depend on those pieces either. A segment ends
+between two words or two lines, where no token of a common tokenizer crosses. Each segment is encoded together with the
+last characters of the one before, whose ids are then dropped. The ids are therefore those of the whole text encoded at
+once, even for tokenizers that prepend a space to every input.
 """
 
 import functools
@@ -26,19 +26,19 @@ from tokendepth.errors import UserError
 SEGMENT = 1 << 15
 """Characters after which a segment ends at the next boundary."""
 LONGEST_SEGMENT = 1 << 18
-"""Characters after which a segment ends in any case: after its last line, or else where it is."""
-# Before the space between two words, or between two lines, neither of them empty or indented. A cut beside a longer
-# run of spaces would not do: many tokenizers take such a run apart by what follows it.
+"""Characters after which a segment ends in any case: after its last complete line, or else right there."""
+# Before the single space between two words, or between two lines, neither of them empty or indented. Next to a longer
+# run of spaces a cut is not safe: how many tokenizers split such a run depends on what follows it.
 BOUNDARY = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=\S)")
-OVERLAP = 32  # characters of the segment before
-BATCH = 8  # segments that are encoded at once, by several threads
+OVERLAP = 32  # characters of the previous segment
+BATCH = 8  # segments that are encoded in parallel
 
 TRAINING_BYTES = 50_000_000
 DISTINCT_BYTES = 5_000_000
 
-# What a merge never reaches across: contractions, words, numbers by three digits, signs, line ends, spaces. A word
-# keeps the space before it. Every run is bounded, else text without spaces would be one endless word. A pattern of our
-# own rather than GPT-2's, because here no match depends on what follows a line end.
+# Pre-tokens, which merges never cross: contractions, words, numbers of up to three digits, signs, line ends, spaces. A
+# word includes the space before it. Every run is bounded, otherwise text without spaces would be one endless word. Not
+# GPT-2's pattern, because here no match may depend on what follows a line end.
 WORDS = (
     r"'(?:[sdmt]|ll|ve|re)| ?[\p{L}\p{M}]{1,64}| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]{1,64}"
     r"|(?:\r?\n){1,16}|[^\S\n]{1,64}(?!\S)|\s{1,64}"
@@ -66,8 +66,8 @@ def check_characters(text: str) -> None:
 class BPETokenizer(Tokenizer):
     """A Hugging Face tokenizer: usually BPE, but any kind that their library reads.
 
-    Byte-level ones, as `bpe:N` trains them, decode to exactly the text that was encoded. Others may drop or change what
-    they have no tokens for; bytes of a corpus are always counted in its text.
+    Byte-level ones, such as those that `bpe:N` trains, decode to exactly the text that was encoded. Others may drop or
+    change characters that they have no tokens for; the bytes of a corpus are therefore counted in its text.
     """
 
     text: str
@@ -76,17 +76,17 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def from_tree(cls, tree: object) -> "BPETokenizer":
-        """From a parsed tokenizer.json. The UserError names the fault only; the caller adds file and remedy."""
+        """From a parsed tokenizer.json. The UserError names only the fault; the caller adds the file and the remedy."""
         if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
             raise UserError("not a tokenizer.json of Hugging Face: it has no model")
         tokenizer = cls(json.dumps(tree, separators=(",", ":")))
-        _ = tokenizer.vocab_size  # raises now, not later
+        _ = tokenizer.vocab_size  # so that a bad tokenizer raises here
         return tokenizer
 
     @functools.cached_property
     def _library(self) -> Any:
         tree = json.loads(self.text)
-        tree |= {"truncation": None, "padding": None}  # some files truncate every text
+        tree |= {"truncation": None, "padding": None}  # some files would truncate every text
         tree["model"] = {**tree["model"]}
         if "dropout" in tree["model"]:
             tree["model"]["dropout"] = None  # would make the ids random
@@ -97,7 +97,7 @@ class BPETokenizer(Tokenizer):
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise UserError(f"not a tokenizer.json of Hugging Face ({_line(error)})") from None
-        parsed.encode_special_tokens = True  # "</s>" in a text is text
+        parsed.encode_special_tokens = True  # "</s>" in a corpus is ordinary text
         return parsed
 
     @property
@@ -114,18 +114,18 @@ class BPETokenizer(Tokenizer):
         return self._encode_all([text])[0]
 
     def with_special_tokens(self, text: str) -> list[int]:
-        """And whatever else the file says that a text is given, such as a token for its beginning."""
+        """Like `encode`, with the special tokens that the file adds to every text, such as one for its beginning."""
         return self._library.encode(text, add_special_tokens=True).ids
 
     def encode_pieces(self, pieces: Iterable[str]) -> Iterator[tuple[np.ndarray, int]]:
-        """Encode a long text that comes in pieces: arrays of ids, each with the number of bytes that it stands for."""
+        """Encode a long text given in pieces. Yields arrays of ids, each with the number of bytes that it encodes."""
         before = ""
         for batch in _batches(segments(pieces), BATCH):
             leads = [before, *(segment[-OVERLAP:] for segment in batch[:-1])]
             before = batch[-1][-OVERLAP:]
             together = self._encode_all([lead + segment for lead, segment in zip(leads, batch, strict=True)])
             for segment, ids, lead_ids in zip(batch, together, self._encode_all(leads), strict=True):
-                if ids[: len(lead_ids)] != lead_ids:  # a token of this tokenizer reaches across the cut
+                if ids[: len(lead_ids)] != lead_ids:  # one of its tokens crosses the cut
                     ids, lead_ids = self.encode(segment), []
                 yield np.array(ids[len(lead_ids) :], self.dtype), len(segment.encode())
 
@@ -159,7 +159,7 @@ class BPETokenizer(Tokenizer):
 
     @functools.cached_property
     def _spellings(self) -> tuple[bytes, ...]:
-        """The text of each token. Ids that a file leaves out have none."""
+        """The bytes of each token; empty for ids that the file does not use."""
         added = self._library.get_added_tokens_decoder()
         vocabulary = {token: name for name, token in self._library.get_vocab(with_added_tokens=True).items()}
         size = 1 + max(vocabulary, default=-1)
@@ -183,7 +183,7 @@ class BPETokenizer(Tokenizer):
 
     @functools.cached_property
     def _decoder(self) -> str:
-        """The part of the tree that says how tokens are joined, as JSON text."""
+        """The decoder section of the tree, which defines how tokens are joined, as JSON text."""
         return json.dumps(json.loads(self.text).get("decoder"), ensure_ascii=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class BPETokenizer(Tokenizer):
 
 
 def _byte_spellings() -> dict[str, int]:
-    """How byte-level tokenizers spell bytes: printable ones as themselves, the others from U+0100 on."""
+    """How byte-level tokenizers spell bytes: printable ones as themselves, the others as U+0100 and up."""
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in prints)
     return {chr(byte): byte for byte in prints} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -204,11 +204,11 @@ BYTE_OF = _byte_spellings()
 
 
 def train_bpe(pieces: Iterable[str], size: int) -> BPETokenizer:
-    """Train a byte-level BPE of `size` tokens; fewer if no other pair of tokens occurs twice.
+    """Train a byte-level BPE with `size` tokens, or fewer if no other pair of tokens occurs twice.
 
-    The same text gives the same tokens: the library counts pairs and breaks ties by the order of the tokens. It reads
-    the first 50 MB, or less once it has seen 5 MB of distinct words, since its memory grows with those: about ten bytes
-    per byte of most texts; in a text without spaces, such as Chinese, all words are distinct.
+    Deterministic: the library counts pairs and breaks ties by the order of the tokens. It reads the first 50 MB, or
+    less once it has seen 5 MB of distinct words, since its memory grows with those: about ten bytes per byte of most
+    texts. In text without spaces, such as Chinese, all words are distinct.
     """
     library = tokenizers_library()
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -224,8 +224,8 @@ def train_bpe(pieces: Iterable[str], size: int) -> BPETokenizer:
 
 
 def _enough(texts: Iterable[str]) -> Iterator[str]:
-    """The first of `texts` that are enough to train on."""
-    seen = bytearray(1 << 24)  # a mark for each word, by its checksum; two words that share one hardly matter
+    """As many of the first `texts` as are enough for training."""
+    seen = bytearray(1 << 24)  # one flag per word, by checksum; collisions hardly matter
     read = distinct = 0
     for text in texts:
         yield text
@@ -243,7 +243,7 @@ def _enough(texts: Iterable[str]) -> Iterator[str]:
 
 
 def segments(pieces: Iterable[str]) -> Iterator[str]:
-    """Cut the text at places that depend on its characters alone, not on how the pieces were cut."""
+    """Cut the text at places that depend only on its characters, not on how it is cut into pieces."""
     text = ""
     for piece in pieces:
         text += piece
@@ -257,7 +257,7 @@ def segments(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def _end(text: str, start: int) -> int | None:
-    """Where the segment that begins at `start` ends; None if that takes more text to know."""
+    """Where the segment that begins at `start` ends; None if more text is needed to decide."""
     limit = start + LONGEST_SEGMENT
     if found := BOUNDARY.search(text, start + SEGMENT, limit):
         return found.start()

@@ -1,11 +1,11 @@
-"""From a source to a stream of token ids, in two passes over the text (three where a BPE is trained on it).
+"""From a source to a stream of token ids, in two passes over the text (three if a BPE is trained on it).
 
-The first pass finds what has to be known beforehand: how long the text is, which fixes where its splits end, and which
-characters it has. The last one yields the ids. Each holds a few megabytes of the text at a time.
+The first pass finds what must be known beforehand: the length of the text, which determines where its splits end, and
+its characters. The last pass yields the ids. Each pass holds a few megabytes of the text at a time.
 
-A text is split by its characters, or by its bytes where those are the tokens: train and val end where the corpus was
-published to end, else after eight and nine tenths. BPE encodes every split on its own, so that no token reaches from
-one into the next, and all kinds of tokens share the characters of each split.
+A text is split by characters, or by bytes if those are the tokens. The ends of train and val are those published with
+the corpus, or else 80% and 90%. BPE encodes each split separately, so that no token crosses from one into the next; the
+characters of each split are the same for every kind of token.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ from tokendepth.errors import UserError
 SLOW_BAR_FROM = 2_000_000  # bytes; BPE takes about a second for them
 
 TokenPieces = Generator[tuple[int, np.ndarray, int], None, None]
-"""Split number, some of its ids, and how many bytes of text they stand for; in the order of the text."""
+"""Split number, some of its ids, and how many bytes of text they encode; in the order of the text."""
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """The ids of a corpus, one array after the other."""
+    """The ids of a corpus, as consecutive arrays."""
 
     name: str
     """The corpus as the user named it."""
@@ -39,7 +39,7 @@ class TokenStream:
     pieces: Callable[[], TokenPieces]
     """Starts from the beginning at each call."""
     tokens: int | None = None
-    """The number of ids, where it is known beforehand."""
+    """The number of ids, if it is known beforehand."""
 
 
 Ends = tuple[int, int]
@@ -62,11 +62,11 @@ def byte_stream(source: Source, fingerprint: str, train_and_val: Ends | None = N
 def char_stream(
     source: Source, fingerprint: str, train_and_val: Ends | None = None, tokenizer: CharTokenizer | None = None
 ) -> TokenStream:
-    """With the characters of the text, or with those of a tokenizer, which must have all of them."""
+    """With the text's own characters as the vocabulary, or those of a tokenizer, which must include them all."""
     # A table over all of Unicode finds the vocabulary in one pass, without sorting the text.
     present, length = np.zeros(0x110000, bool), 0
     with reading(source, f"reading {source.name}") as pieces:
-        # Strict for enwik8 too: all of it is valid UTF-8, so the replacement in its definition never happens.
+        # Strict also for enwik8: all of it is valid UTF-8, so decoding with replacement would give the same text.
         for text in texts(pieces, source.name):
             present[_code_points(text)] = True
             length += len(text)

@@ -1,4 +1,4 @@
-"""From a name to a dataset: stdlib, shakespeare, enwik8, text:PATH, copy and sort."""
+"""Loads a dataset by name: stdlib, shakespeare, enwik8, text:PATH, copy or sort."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ from tokendepth.runs.files import open_regular, read_bytes
 LARGEST_CORPUS = 10**11  # bytes; anything larger is probably a disk image named by mistake
 LARGEST_TOKENIZER = 10**8  # bytes; the largest in use have about a third of that
 STDLIB_BYTES = 1_000_000
-# Installed packages, tests, and what reads like tables rather than like code.
+# Installed packages, tests, and files that are tables rather than code.
 NOT_STDLIB = {
     "__pycache__", "dist-packages", "encodings", "idlelib", "lib-dynload", "lib2to3", "pydoc_data", "site-packages",
     "test", "tests", "turtledemo",
@@ -34,13 +34,13 @@ NOT_STDLIB = {
 
 
 def load(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
-    """The corpus in its own tokens, or in those of a `tokenizer` that is there already."""
+    """The corpus with the tokens of its config, or with those of an existing `tokenizer`."""
     if config.corpus == NO_CORPUS:
         raise UserError(f"data.corpus is {NO_CORPUS!r}: there is no text; name one with --data.corpus text:PATH")
     if config.synthetic:
         return SyntheticDataset(config.corpus, config.source_length or DEFAULT_SOURCE_LENGTH)
     if published := PUBLISHED.get(config.corpus):
-        # The SHA-256 is known beforehand, so a cached corpus never needs its source.
+        # The SHA-256 is known beforehand, so a corpus in the cache does not need its source.
         ends = published.train_and_val
         return _load_text(config, tokenizer, config.corpus, published.sha256, lambda: fetch(published), ends)
     if config.corpus == "stdlib":
@@ -60,7 +60,7 @@ def _load_text(
     train_and_val: Ends | None = None,
 ) -> TextDataset:
     tokens, stream = _tokens(config, tokenizer)
-    # The label is part of the key: a copy of enwik8 read as text:PATH has the same SHA-256 but other splits.
+    # The label is part of the key, because a copy of enwik8 read as text:PATH has the same SHA-256 but other splits.
     key = f"{label}-{tokens}-{sha256}"
     dataset = load_tokens(key, config.corpus)
     if dataset is None:
@@ -69,13 +69,13 @@ def _load_text(
 
 
 def _tokens(config: DataConfig, tokenizer: Tokenizer | None) -> tuple[str, Callable[..., TokenStream]]:
-    """A part of a file name that identifies the kind of tokens, and the function that makes them."""
+    """A part of the cache key that identifies the kind of tokens, and the function that makes them."""
     if config.tokens == "byte":
         return "byte", byte_stream
     if tokenizer is None and config.tokens == "char":
         return "char", char_stream
     if tokenizer is None and config.token_kind == "bpe":
-        tokenizers_library()  # before anything is read
+        tokenizers_library()  # fails before anything is read
         return f"bpe-{config.bpe_size}", functools.partial(bpe_stream, bpe=config.bpe_size)
     own = tokenizer or read_tokenizer(config.tokens)
     if isinstance(own, CharTokenizer):
@@ -86,7 +86,7 @@ def _tokens(config: DataConfig, tokenizer: Tokenizer | None) -> tuple[str, Calla
 
 
 def vocab_size(config: DataConfig) -> int:
-    """The number of tokens; reads a file only where it depends on one."""
+    """The number of tokens; reads a file only if the answer depends on it."""
     if config.synthetic:
         return SymbolTokenizer().vocab_size
     if config.tokens == "byte":
@@ -105,12 +105,12 @@ def vocab_size(config: DataConfig) -> int:
 
 
 def stdlib_text() -> bytes:
-    """About a megabyte of Python's own source, in whole ASCII files: the same for every copy of a version."""
+    """About a megabyte of Python's own source, in whole ASCII files; the same for every copy of a Python version."""
     root = Path(sysconfig.get_path("stdlib"))
     parts, size = [], 0
     for path in _stdlib_files(root):
         with _file_faults(f"data.corpus is 'stdlib' and {path} a part of it", "choose another --data.corpus"):
-            source = read_bytes(path).replace(b"\r\n", b"\n")  # Windows ships the same files with other line ends
+            source = read_bytes(path).replace(b"\r\n", b"\n")  # Windows ships the same files with CRLF
         if source.isascii():
             parts.append(source)
             size += len(source)
@@ -126,7 +126,7 @@ def _stdlib_files(root: Path) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in NOT_STDLIB and not name.startswith("config-")]
         for name in names:
-            # sitecustomize and _sysconfigdata differ from machine to machine
+            # sitecustomize and _sysconfigdata differ between machines
             if name.endswith(".py") and not name.startswith(("sitecustomize", "_sysconfigdata")):
                 found.append(Path(folder, name).relative_to(root))
     return (root / path for path in sorted(found, key=Path.as_posix))
@@ -136,7 +136,7 @@ def _stdlib_files(root: Path) -> Iterator[Path]:
 
 
 def _text_file(corpus: str) -> Source:
-    path = Path(os.path.expanduser(corpus.removeprefix("text:")))  # a shell leaves ~ alone after text:
+    path = Path(os.path.expanduser(corpus.removeprefix("text:")))  # shells do not expand ~ after text:
     said, a_file = f"data.corpus is {corpus!r}", "give the path of a text file as text:PATH"
     size = _regular_file(path, said, a_file)
 
@@ -150,7 +150,7 @@ def _text_file(corpus: str) -> Source:
             for piece in read_pieces(file, LARGEST_CORPUS + 1):
                 found += len(piece)
                 yield piece
-        check(found)  # some system files never end, whatever size they report
+        check(found)  # some system files are endless, whatever size they report
         if not found:
             raise UserError(f"{said}: the file is empty; name a file with text in it")
 
@@ -159,7 +159,7 @@ def _text_file(corpus: str) -> Source:
 
 
 def read_tokenizer(tokens: str) -> BPETokenizer | CharTokenizer:
-    """The tokenizer that tokenizer:PATH names, of Hugging Face or of a run."""
+    """The tokenizer named by tokenizer:PATH, from Hugging Face or from a run."""
     if tokens == OWN_TOKENS:
         raise UserError(
             f"data.tokens is {OWN_TOKENS!r}: only a run folder of an imported model has a tokenizer of its own; "
@@ -188,7 +188,7 @@ def read_tokenizer(tokens: str) -> BPETokenizer | CharTokenizer:
 
 
 def _regular_file(path: Path, said: str, remedy: str) -> int:
-    """Its size. Anything but a regular file is refused before it is read: a pipe or a device might never end."""
+    """Its size. Anything but a regular file is rejected before it is read, since pipes and devices may never end."""
     with _file_faults(said, remedy):
         facts = os.stat(path)
     if stat.S_ISDIR(facts.st_mode):

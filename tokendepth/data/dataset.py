@@ -1,4 +1,4 @@
-"""What every corpus offers: training batches that depend only on seed and step, and whole splits."""
+"""The interface of every corpus: training batches that depend only on seed and step, and whole splits."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from tokendepth.errors import UserError
 
 Split = Literal["train", "val", "test"]
 HeldOut = Literal["val", "test"]
-"""Parts that losses are measured on."""
+"""Splits on which losses are measured."""
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 NO_LOSS = -100
@@ -23,7 +23,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 def draw(entropy: Sequence[int], count: int, below: int) -> np.ndarray:
     """`count` integers in [0, below), always the same for the same `entropy`.
 
-    From raw bits, the only output of NumPy's generators that is stable between versions.
+    Made from raw bits, the only output of NumPy's generators that is stable between versions.
     """
     return (np.random.PCG64(entropy).random_raw(count) % np.uint64(below)).astype(np.int64)
 
@@ -38,7 +38,7 @@ class Dataset(ABC):
     ) -> Batch:
         """Inputs and targets of one step, each int64 [batch_size // world, time].
 
-        Every rank draws the whole batch and keeps its own slice, so the data does not depend on how many there are.
+        Every rank draws the whole batch and keeps its own slice, so the data does not depend on the number of ranks.
         """
         assert 0 <= rank < world
         if batch_size % world:
@@ -52,7 +52,7 @@ class Dataset(ABC):
         return self._train_examples(picks[rank * share : (rank + 1) * share], context)
 
     def batch_ids(self, *, seed: int, step: int, batch_size: int, context: int) -> np.ndarray:
-        """The examples of a step, over all ranks; for a text, the index of each one's first token."""
+        """The examples of a step, over all ranks; for a text, the indices of their first tokens."""
         return draw((seed, step), batch_size, self._train_choices(context))
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def windows(self, split: Split, context: int, batch_size: int) -> Iterator[Batch]:
-        """The whole split in order, every target once. Windows do not overlap; a shorter last one comes alone."""
+        """The whole split in order, every target once. Windows do not overlap; a shorter last one is its own batch."""
 
     @abstractmethod
     def bytes_per_token(self, split: Split, tokens: int | None = None) -> float:
@@ -76,4 +76,4 @@ class Dataset(ABC):
 
     @abstractmethod
     def check_context(self, context: int) -> None:
-        """A UserError where `context` does not suit the corpus."""
+        """Raise UserError if `context` does not suit the corpus."""

@@ -1,4 +1,4 @@
-"""Published corpora: a local copy, else a download; both are checked by the SHA-256 of the uncompressed content."""
+"""Published corpora, from a local copy or downloaded; both are checked by the SHA-256 of the uncompressed content."""
 
 import contextlib
 import functools
@@ -28,16 +28,16 @@ class Published:
     name: str
     address: str
     sha256: str
-    """Of the uncompressed content, as is `size`."""
+    """Of the uncompressed content; so is `size`."""
     size: int
     file_names: tuple[str, ...]
-    """Names of a local copy; the first is that of a download."""
+    """File names to look for locally; the first is the name of the download."""
     char_vocabulary: int
     bpe_vocabulary: int
     """bpe:N has exactly N tokens up to this N; beyond it the text may not have enough pairs."""
     train_and_val: tuple[int, int] | None = None
-    """Where the train and val splits end: in bytes where those are the tokens, else in characters; eight and nine
-    tenths unless given."""
+    """Where the train and val splits end, in bytes if those are the tokens, else in characters; by default 80% and 90%
+    of the text."""
 
 
 PUBLISHED = {
@@ -64,12 +64,12 @@ PUBLISHED = {
 
 
 def fetch(corpus: Published) -> Source:
-    """The content: from the folder TOKENDEPTH_DATA, else from the cache folder, else from the network."""
+    """The content, from the folder TOKENDEPTH_DATA, the cache folder or the network, in this order."""
     for folder in filter(None, (_own_folder(), cache_folder())):
         for path in (folder / name for name in corpus.file_names):
             if os.path.isfile(path):  # unlike Path.is_file, never raises
                 return _copy(corpus, path)
-            if os.path.lexists(path) and not os.path.isdir(path):  # a link to nothing, or a pipe
+            if os.path.lexists(path) and not os.path.isdir(path):  # a dangling link, or a pipe
                 raise UserError(f"{path} is not a regular file; delete it or replace it by {corpus.name}")
     path = cache_folder() / corpus.file_names[0]
     _download(corpus, path)
@@ -87,7 +87,7 @@ def _own_folder() -> Path | None:
 
 def _download(corpus: Published, path: Path) -> None:
     try:
-        # Closed here, so that the progress bar is gone before any message.
+        # Closed here, so that the progress bar is removed before any message.
         with replacing(path) as file, contextlib.closing(_from_network(corpus)) as chunks:
             for chunk in chunks:
                 file.write(chunk)
@@ -108,7 +108,7 @@ def _from_network(corpus: Published) -> Generator[bytes, None, None]:
     request = urllib.request.Request(corpus.address, headers={"User-Agent": "tokendepth"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            left = corpus.size  # whatever is longer than the content is not the corpus
+            left = corpus.size  # a longer response is not the corpus
             description = f"downloading {corpus.name}"
             with wrap_file(
                 response, total=response.length or left, description=description, console=Console(stderr=True)
@@ -127,7 +127,7 @@ def _from_network(corpus: Published) -> Generator[bytes, None, None]:
 
 
 def _content(corpus: Published, path: Path, *, said: str, remedy: str) -> Generator[bytes, None, None]:
-    """The uncompressed content in pieces; raises at the end if it was not the corpus."""
+    """The uncompressed content in pieces; raises at the end if it is not the corpus."""
     digest = hashlib.sha256()
     try:
         with contextlib.closing(_uncompressed(corpus, path)) as file:
@@ -146,11 +146,11 @@ def _content(corpus: Published, path: Path, *, said: str, remedy: str) -> Genera
 
 
 def _uncompressed(corpus: Published, path: Path) -> IO[bytes]:
-    if path.suffix in (".xz", ".zip") and os.stat(path).st_size > corpus.size:  # xz would skip endless zeros
+    if path.suffix in (".xz", ".zip") and os.stat(path).st_size > corpus.size:  # xz accepts endless padding
         raise EOFError(f"{os.stat(path).st_size:,} bytes, more than uncompressed")
     if path.suffix == ".xz":
         return lzma.open(path)
     if path.suffix == ".zip":
-        with zipfile.ZipFile(path) as archive:  # its file stays open as long as a member of it does
+        with zipfile.ZipFile(path) as archive:  # its file stays open while a member is open
             return archive.open(corpus.name)
     return open(path, "rb")

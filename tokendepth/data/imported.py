@@ -1,4 +1,4 @@
-"""The tokenizer of an imported model: it also knows what every text begins with, and where a generated one ends."""
+"""The tokenizer of an imported model, with the tokens that begin every text and those that end a generated one."""
 
 import functools
 import hashlib
@@ -15,12 +15,12 @@ class ImportedTokenizer(BPETokenizer):
     begins: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
     chat_template: str | None = None
-    """How a conversation is written as one text, in Jinja; kept for whoever serves the model."""
+    """Jinja template that turns a conversation into one text; kept for serving the model."""
     kind: ClassVar[str] = "imported"
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> "ImportedTokenizer":
-        """Of what `to_dict` made. A UserError tells the fault alone."""
+        """Inverse of `to_dict`. The UserError names only the fault."""
         plain, template = BPETokenizer.from_tree(tree["tokenizer"]), tree["chat_template"]
         for name in ("begins", "stops"):
             ids = tree[name]
@@ -39,13 +39,13 @@ class ImportedTokenizer(BPETokenizer):
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def encode_prompt(self, text: str) -> list[int]:
-        """As transformers does: with what every text begins with, and special tokens where they are spelled out."""
+        """As in transformers: with the tokens that begin every text, and with special tokens that are spelled out."""
         check_characters(text)
         return [*self.begins, *self._of_prompts.encode(text, add_special_tokens=False).ids]
 
     @functools.cached_property
     def _of_prompts(self) -> Any:
-        """Beside that of texts, since it is a setting of the library's object whether "</s>" is a token."""
+        """A second library object, because whether "</s>" is parsed as a special token is a setting of the object."""
         parsed = tokenizers_library().Tokenizer.from_str(self._library.to_str())
         parsed.encode_special_tokens = False
         return parsed

@@ -1,4 +1,4 @@
-"""The tokenizer that a run folder keeps, and the text that the run is measured on, in tokens of that one."""
+"""The tokenizer stored in a run folder, and the text that the run is evaluated on, with that tokenizer."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tokendepth.runs.run import Run
 
 
 def tokenizer_of(run: Run) -> Tokenizer:
-    """The run's own, if it fits its model, which may have more tokens: imported ones are padded to round numbers."""
+    """The run's tokenizer, checked to fit the model, which may have more tokens: imported ones are often padded."""
     tokenizer, expected = tokenizer_from_dict(run.tokenizer), run.config.model.vocab_size
     if tokenizer.vocab_size > expected:
         found = f"{run.path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, the model {expected}"
@@ -20,7 +20,7 @@ def tokenizer_of(run: Run) -> Tokenizer:
 
 
 def dataset_of(run: Run, corpus: str | None = None) -> Dataset:
-    """The corpus that a run was trained on, checked to be the same text; or another `corpus`, for a measurement."""
+    """The corpus that a run was trained on, checked to be unchanged; or another `corpus` to measure it on."""
     config = run.config.data
     if corpus is not None:
         if config.synthetic:
@@ -28,7 +28,7 @@ def dataset_of(run: Run, corpus: str | None = None) -> Dataset:
         return load(replace(config, corpus=corpus), tokenizer_of(run))
     if config.corpus == NO_CORPUS:
         raise UserError(f"{run.path} was imported without a corpus; name a text with --corpus text:PATH")
-    # Of tokenizer:PATH the run has a copy, while the file may be gone; a BPE of the corpus is found in the cache.
+    # The file of tokenizer:PATH may be gone, but the run has a copy; a BPE trained on the corpus is in the cache.
     own = tokenizer_of(run) if config.token_kind in ("tokenizer", OWN_TOKENS) else None
     dataset = load(config, own)
     run.check_corpus(dataset.fingerprint)

@@ -1,4 +1,4 @@
-"""The bytes of a corpus, read in pieces and as often as they are needed: no text has to fit into memory."""
+"""The bytes of a corpus, read in pieces as often as needed, so that no text has to fit into memory."""
 
 import codecs
 import contextlib
@@ -11,10 +11,10 @@ from typing import IO, TypeVar
 from tokendepth.errors import UserError
 
 PIECE = 1 << 20
-"""Bytes that are read at once."""
+"""Bytes read at a time."""
 
 BAR_FROM = 20_000_000
-"""Bytes from which reading a corpus shows its progress: a slow machine needs seconds for them."""
+"""Reading a corpus of at least this many bytes shows a progress bar; it takes a slow machine seconds."""
 
 Text = TypeVar("Text", str, bytes)
 
@@ -43,7 +43,7 @@ class Source:
         return digest.hexdigest()
 
     def expecting(self, sha256: str) -> "Source":
-        """The same source, which raises at the end of a pass if its bytes have changed since the first pass."""
+        """The same source, but raising at the end of a pass if its bytes do not have this SHA-256 any more."""
 
         def pieces() -> Generator[bytes, None, None]:
             digest = hashlib.sha256()
@@ -70,9 +70,9 @@ def read_pieces(file: IO[bytes], most: int) -> Iterator[bytes]:
 def reading(
     source: Source, doing: str, *, most: int | None = None, bar_from: int = BAR_FROM
 ) -> Iterator[Iterator[bytes]]:
-    """One pass over a source, with a progress bar from `bar_from` bytes on; at most `most` bytes will be read.
+    """One pass over a source, with a progress bar for `bar_from` bytes or more; at most `most` bytes will be read.
 
-    When the block ends the file is closed and the bar is removed, so that it does not mix with a message.
+    At the end of the block the file is closed and the bar is removed, so that it does not mix with messages.
     """
     size = source.size if most is None else min(most, source.size)
     with contextlib.ExitStack() as stack:
@@ -101,7 +101,7 @@ def _bar(pieces: Iterator[bytes], size: int, doing: str) -> Iterator[Iterator[by
 
 
 def texts(pieces: Iterable[bytes], name: str) -> Iterator[str]:
-    """UTF-8 decoded piece by piece; a UserError names the first byte that is not UTF-8."""
+    """Decode UTF-8 piece by piece; a UserError names the first invalid byte."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     pieces = iter(pieces)
     place = 0  # of the first byte that is not decoded yet
@@ -110,7 +110,7 @@ def texts(pieces: Iterable[bytes], name: str) -> Iterator[str]:
         try:
             text = decoder.decode(piece, last)
         except UnicodeDecodeError as error:
-            for _ in pieces:  # a wrong source raises at its end, which explains more
+            for _ in pieces:  # a source that is not the expected one raises at its end, a better explanation
                 pass
             raise UserError(
                 f"data.corpus {name!r} is not UTF-8: byte {place + error.start} is {error.object[error.start]:#04x}; "
@@ -122,7 +122,7 @@ def texts(pieces: Iterable[bytes], name: str) -> Iterator[str]:
 
 
 def cut(pieces: Iterable[Text], ends: tuple[int, ...]) -> Iterator[tuple[int, Text]]:
-    """The pieces, each with the number of the split that it belongs to; cut where a split ends inside one."""
+    """The pieces, each with the number of its split; a piece in which a split ends is cut there."""
     place = 0
     for piece in pieces:
         inside = [min(max(end - place, 0), len(piece)) for end in ends]

@@ -1,8 +1,8 @@
-"""The cache folder: files that appear whole, and the tokens of a corpus kept between runs.
+"""The cache folder: atomically written files, and the tokens of corpora, kept between runs.
 
-A corpus is two files. The ids (`.npy`) are written first, as they come, and the index (`.json`), which holds their
-SHA-256, last; so an interrupted write leaves nothing that would be taken for tokens, and a damaged file is noticed and
-rebuilt. Nothing is synced to the disk: the checksums find what a crash cut short. Ids are memory-mapped.
+A corpus is two files. The ids (`.npy`) are written first, as they come, and last the index (`.json`), which holds their
+SHA-256. So an interrupted write leaves nothing that could be taken for tokens, and a damaged file is detected and
+rebuilt. Nothing is synced to the disk, since the checksums detect files cut short by a crash. Ids are memory-mapped.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that replaces `path` once it is complete. Any number of processes may do so at once."""
+    """A file to write, which replaces `path` once it is complete. Safe for concurrent processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left_overs(path)
     part = path.with_name(f".tmp-{uuid.uuid4().hex}-{path.name}")
@@ -60,7 +60,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _remove_left_overs(path: Path) -> None:
-    """Delete what killed processes left of `path`; recent files may belong to a process that is still writing."""
+    """Delete unfinished files of killed processes; recent ones may belong to a process that is still writing."""
     for part in path.parent.glob(f".tmp-*-{path.name}"):
         with contextlib.suppress(OSError):
             if time.time() - part.stat().st_mtime > LEFT_OVER_AFTER_S:
@@ -68,22 +68,22 @@ def _remove_left_overs(path: Path) -> None:
 
 
 def load_tokens(key: str, name: str) -> TextDataset | None:
-    """The corpus cached under `key`, its ids memory-mapped; None if there is none, or it is damaged."""
+    """The corpus cached under `key`, with memory-mapped ids; None if it is missing or damaged."""
     ids_path, index_path = _paths(key)
     try:
         stored = read_bytes(index_path)
     except OSError:
-        return None  # not there, or not readable: then `keep_tokens` says so
+        return None  # missing, or unreadable, which `keep_tokens` reports
     try:
         index = _opened(json.loads(stored))
         if index["version"] != CACHE_VERSION:
             return None
         tokenizer, ends = tokenizer_from_dict(index["tokenizer"]), tuple(index["ends"])
         header = _npy_header(tokenizer.dtype, ends[-1])
-        # The size first: a file without end has no SHA-256.
+        # The size first, since hashing an endless file would never finish.
         if os.stat(ids_path).st_size != len(header) + ends[-1] * tokenizer.dtype.itemsize:
             raise ValueError("wrong size of the ids")
-        # Read in pieces rather than through the map, whose pages would count as this process's memory.
+        # Hashed in pieces rather than through the map, whose pages would count as this process's memory.
         if index["key"] != key or sha256(ids_path) != index["ids_sha256"]:
             raise ValueError("wrong SHA-256 of the ids")
         return TextDataset(
@@ -100,7 +100,7 @@ def load_tokens(key: str, name: str) -> TextDataset | None:
 
 
 def keep_tokens(key: str, stream: TokenStream) -> TextDataset:
-    """Write the ids to the cache. If it cannot be written, a line says so and the ids stay in memory."""
+    """Write the ids to the cache. If that fails, a line on stderr reports it and the ids stay in memory."""
     ids_path, index_path = _paths(key)
     try:
         with replacing(ids_path) as file:
@@ -145,7 +145,7 @@ def in_memory(stream: TokenStream) -> TextDataset:
 
 
 def _write_ids(file: IO[bytes], stream: TokenStream) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """As np.save would, but piece by piece."""
+    """Like np.save, but piece by piece."""
     dtype = stream.tokenizer.dtype
     if shutil.disk_usage(Path(file.name).parent).free < (stream.tokens or 0) * dtype.itemsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -167,7 +167,7 @@ def _npy_header(dtype: np.dtype, count: int) -> bytes:
 
 
 def _drain(stream: TokenStream, take: Callable[[np.ndarray], object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Hand over all ids; return where the splits end and how many bytes of text each has."""
+    """Pass all ids to `take`; return where the splits end and how many bytes of text each has."""
     tokens, split_bytes = [0] * len(SPLITS), [0] * len(SPLITS)
     with contextlib.closing(stream.pieces()) as pieces:
         for split, ids, size in pieces:

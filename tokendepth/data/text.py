@@ -11,7 +11,7 @@ from tokendepth.data.tokenizer import Tokenizer
 from tokendepth.errors import UserError
 
 SHORTEST_SPLIT = 2  # tokens: one to read and one to predict
-SHORTEST_CORPUS = 16  # the fewest characters or bytes whose tenths leave every split that long
+SHORTEST_CORPUS = 16  # the fewest characters or bytes that make every split that long
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,11 +21,11 @@ class TextDataset(Dataset):
     fingerprint: str
     tokenizer: Tokenizer
     ids: np.ndarray
-    """The whole corpus, in the smallest unsigned integers that hold the vocabulary; memory-mapped where it can be."""
+    """The whole corpus, in the smallest unsigned integers that hold the vocabulary; memory-mapped if possible."""
     ends: tuple[int, ...]
     """Where train, val and test end."""
     split_bytes: tuple[int, ...]
-    """UTF-8 bytes of each."""
+    """UTF-8 bytes of each split."""
 
     def split_ids(self, split: Split) -> np.ndarray:
         which = SPLITS.index(split)
@@ -48,11 +48,11 @@ class TextDataset(Dataset):
             yield self._begun(ids[None, full * length :])
 
     def _length(self, context: int) -> int:
-        """Tokens of the text in a window, which may have to begin with others."""
+        """Tokens of the text per window; a window may have to begin with special tokens."""
         return context - len(self.tokenizer.begins)
 
     def _begun(self, sequences: np.ndarray) -> Batch:
-        """Each token's target is the one that follows it; what every text begins with is read, without a loss."""
+        """Inputs and targets. The tokens that begin every text are put before the inputs and have no loss."""
         inputs, targets = sequences[:, :-1].astype(np.int64), sequences[:, 1:].astype(np.int64)
         if not (begins := self.tokenizer.begins):
             return inputs, targets
@@ -61,7 +61,7 @@ class TextDataset(Dataset):
 
     def bytes_per_token(self, split: Split, tokens: int | None = None) -> float:
         ids = self.split_ids(split)
-        # The bytes of a whole split are known; those of a part are summed over its tokens.
+        # The bytes of a whole split are known; for a part they are summed over its tokens.
         if tokens is None or tokens >= len(ids) - 1:  # the first token is never a target
             return self.split_bytes[SPLITS.index(split)] / len(ids)
         return float(self._byte_lengths[ids[1 : tokens + 1]].mean())
@@ -84,7 +84,7 @@ class TextDataset(Dataset):
 
 
 def check_length(name: str, tokens: Sequence[int]) -> None:
-    """A UserError if one of the splits, given their numbers of tokens, is too short."""
+    """Raise UserError if one of the splits is too short, given the number of tokens in each."""
     fewest, total = min(tokens), sum(tokens)
     if fewest >= SHORTEST_SPLIT:
         return

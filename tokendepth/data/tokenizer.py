@@ -1,4 +1,4 @@
-"""Text to token ids and back: characters, bytes, or the symbols of copy and sort. BPE has a file of its own."""
+"""Text to token ids and back: characters, bytes, or the symbols of copy and sort. BPE is in bpe.py."""
 
 import codecs
 import functools
@@ -23,11 +23,11 @@ NEWLINE_PIECE = "↵"
 class Tokenizer(ABC):
     kind: ClassVar[str]
     begins: tuple[int, ...] = ()
-    """Ids that every text begins with: the beginning-of-text token of some imported models."""
+    """Ids that begin every text, such as the beginning-of-text token of some imported models."""
     stops: tuple[int, ...] = ()
-    """Ids after which a generated text is over."""
+    """Ids that end a generated text."""
     chat_template: str | None = None
-    """How a conversation is written as one text, in Jinja; None: the model knows of no conversations."""
+    """Jinja template that turns a conversation into one text; None if the model is not a chat model."""
 
     @property
     @abstractmethod
@@ -40,10 +40,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; a UserError names the first character that has none."""
+        """The ids of `text`; a UserError names the first character without a token."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a text that a model is to go on with."""
+        """The ids of a text for a model to continue."""
         return self.encode(text)
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """What one token adds to a text, in UTF-8; with some tokenizers it is a part of a character."""
+        """The UTF-8 bytes that one token adds to a text; in some tokenizers only a part of a character."""
 
     def spellings(self) -> list[bytes]:
         """`token_bytes` of every token."""
@@ -59,10 +59,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """One printable string for each token, as heat maps show them."""
+        """One printable string per token, for heat maps."""
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready tree that `tokenizer_from_dict` turns back into an equal tokenizer."""
+        """A JSON-serialisable tree that `tokenizer_from_dict` turns back into an equal tokenizer."""
         return {"kind": self.kind}
 
 
@@ -145,7 +145,7 @@ class ByteTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class SymbolTokenizer(Tokenizer):
-    """The 28 symbols of copy and sort after four special tokens, which text spells `<bos>`."""
+    """Four special tokens, written like `<bos>` in text, and the 28 symbols of copy and sort."""
 
     kind: ClassVar[str] = "symbol"
     _spellings: ClassVar[tuple[str, ...]] = (*SPECIALS, *SYMBOLS)
@@ -186,7 +186,7 @@ _KEYS = {
 
 
 def tokenizer_from_dict(tree: object) -> Tokenizer:
-    """Strict: a known kind, its own keys and nothing else."""
+    """Inverse of `to_dict`. Strict: the kind must be known, and exactly its keys present."""
     if not isinstance(tree, dict):
         raise UserError(f"a tokenizer must be a JSON object, not {type(tree).__name__}; restore it from a copy")
     kind = tree.get("kind")
@@ -236,7 +236,7 @@ def _printable(char: str) -> str:
 
 
 def printable_bytes(spelling: bytes) -> str:
-    """Bytes that are not a whole character are shown by number: \\xe2."""
+    """Printable text; bytes that are not a whole character are shown as hexadecimal: \\xe2."""
     return "".join(map(_printable, spelling.decode("utf-8", "backslashreplace")))
 
 

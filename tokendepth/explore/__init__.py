@@ -1,1 +1,1 @@
-"""A page that shows, for any text, how deep a run goes for every token: `tokendepth explore RUN`."""
+"""The page of `tokendepth explore RUN`: the depth of every token of any text."""

@@ -1,4 +1,4 @@
-"""A run's curves and tables for the page, read from its folder each time: it may be trained or evaluated meanwhile."""
+"""A run's curves and tables for the page, read from its folder each time, since the run may be training."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ CURVES = {
     "loss": (("training", "task_loss"), ("validation", "val_loss")),
     "active fraction": (("training", "active_fraction"), ("validation", "val_active_fraction")),
 }
-"""By the title of a figure its lines, each with its name in metrics.jsonl."""
+"""Figure title -> its lines, as (label, key in metrics.jsonl)."""
 
 
 def about(run: Run) -> dict[str, Any]:
-    """A JSON-ready tree: one sentence, the table's cells, its notes, and the points of every figure."""
+    """JSON-ready: a sentence, the table's cells and notes, and the points of the figures."""
     record = Record.read(Run.open(run.path))
     (row,) = group([record])
     figures = [_over_steps(record, title) for title in CURVES]
@@ -38,7 +38,7 @@ def _over_steps(record: Record, title: str) -> dict[str, Any]:
 
 
 def _over_cost(record: Record) -> dict[str, Any]:
-    """Of a model that was executed at several budgets or thresholds: what it costs and how well it does at each."""
+    """Loss against cost, for a model executed at several budgets or thresholds."""
     points = [(each["flops_per_token"] / 1e6, each["sparse"]["loss"]) for each in record.field("curve") or []]
     lines = [{"name": "executed", "points": sorted(points)}] if len(points) > 1 else []
-    return {"title": "loss by cost", "x": "million FLOPs per token, executed", "lines": lines}
+    return {"title": "loss by cost", "x": "million executed FLOPs per token", "lines": lines}

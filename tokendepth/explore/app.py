@@ -1,4 +1,4 @@
-"""The page and what it asks for. Below /runs/N every run is served as by `tokendepth serve`, so the page can write."""
+"""The page and its endpoints. Under /runs/N is the API of `tokendepth serve`, with which the page generates text."""
 
 import asyncio
 import contextlib
@@ -31,9 +31,9 @@ FILES = {
     "explore.css": STYLE,
     "uplot.css": STYLE,
 }
-"""What a browser may ask for, and its type."""
+"""Files that the browser may load, with their content types."""
 HEADERS = {
-    # The browser itself keeps the page from loading anything from elsewhere and from sending text there.
+    # With this policy the browser itself prevents loading anything from elsewhere and sending text there.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
@@ -41,7 +41,7 @@ HEADERS = {
 }
 LONGEST_BODY = 2**18
 WAITING = 8
-"""Texts that may wait to be read; a page sends another with every key."""
+"""Texts that may wait to be processed; the page sends a new one after every edit."""
 
 
 def create_app(explored: Sequence[Explored]) -> FastAPI:
@@ -69,7 +69,7 @@ def create_app(explored: Sequence[Explored]) -> FastAPI:
         async def look(request: Request) -> Response:
             body = await guard.body(request)
             if places.locked():
-                raise busy("too many texts wait to be read")
+                raise busy("too many texts are waiting")
             async with places:
                 return json_of(await asyncio.to_thread(_looked, run, body))
 
@@ -96,21 +96,21 @@ def create_app(explored: Sequence[Explored]) -> FastAPI:
 
 
 def _looked(run: Explored, body: bytes) -> dict[str, Any]:
-    """What the page asked for, read strictly: {"text", "execution", "point"}."""
+    """Parse the page's request {"text", "execution", "point"} strictly, and answer it."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict) or set(fields) != {"text", "execution", "point"}:
-        raise Refusal(400, "the body is not understood; expected an object with text, execution and point")
+        raise Refusal(400, "the body is invalid; expected a JSON object with text, execution and point")
     text, execution, point = fields["text"], fields["execution"], fields["point"]
     if not isinstance(text, str):
-        raise Refusal(400, "text is no text; expected a string", param="text")
+        raise Refusal(400, "text is invalid; expected a string", param="text")
     if execution not in run.executions:
         raise Refusal(400, f"execution is unknown; expected one of {', '.join(run.executions)}", param="execution")
     if point is not None and point not in run.points:
-        there = ", ".join(f"{each:g}" for each in run.points) or "none: this run has no dial"
-        raise Refusal(400, f"point is not known; expected null or one of {there}", param="point")
+        there = ", ".join(f"{each:g}" for each in run.points) or "none: this run has no budget or threshold"
+        raise Refusal(400, f"point is unknown; expected null or one of {there}", param="point")
     try:
         return run.look(text, execution, point)
     except UserError as error:

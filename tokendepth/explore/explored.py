@@ -1,4 +1,4 @@
-"""A run that is explored: served as by `tokendepth serve`, and looked at text by text, at every budget of its dial."""
+"""A run on the page: its server, and the depth of texts at every budget or threshold of its dial."""
 
 import contextlib
 import copy
@@ -22,11 +22,11 @@ SAMPLES = (
     "Every word of a sentence is easy or hard to foresee, and some need more thought than others.\n",
     "<bos>4a7<sep>4a7<eos>",
 )
-"""What the page begins with: the first of these that the run has tokens for."""
+"""Initial text: the first of these that the run's tokenizer can encode."""
 
 
 class _Stopped(Exception):
-    """The page is closed while thresholds are being found."""
+    """Raised to end a calibration when the server stops."""
 
 
 class Explored:
@@ -34,13 +34,13 @@ class Explored:
         self.run, self.dial = run, dial_of(run.config)
         self.service = Service.of(run, device, LIMITS)
         self._own = self.service.engine.model
-        # A dial without thresholds for each pass is set in the model, so not in the one that writes meanwhile.
+        # A dial without per-request thresholds changes the model itself, so it gets a copy of the model that generates.
         shared = self.dial is None or self.dial.calibrated
         self._looking = self._own if shared else copy.deepcopy(self._own)
         self._one_at_a_time = threading.Lock()
         self._stopping = threading.Event()
         self.missing: str | None = None
-        """Why there are no thresholds for more budgets; None: there are, or they are being found."""
+        """Why no further budgets are available; None if they are, or are being calibrated."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -48,7 +48,7 @@ class Explored:
         return self.service.name
 
     def start(self) -> None:
-        """Begin to find the thresholds of the budgets that have none yet, those near its own first."""
+        """Start calibrating the budgets that have no thresholds yet, those near the run's own first."""
         if self.dial is not None and self.dial.calibrated:
             self._thread = threading.Thread(target=self._calibrate, name="calibration", daemon=True)
             self._thread.start()
@@ -75,14 +75,14 @@ class Explored:
 
     @property
     def points(self) -> list[float]:
-        """The values of the dial at which it can be looked at now."""
+        """Values of the dial that are available now."""
         if self.dial is None:
             return []
         return sorted(self.service.budgets if self.dial.calibrated else {*self.dial.points, self.dial.own})
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the page has to know before any text is read."""
+        """What the page needs before it sends a text."""
         config, method = self.run.config, self._own.method
         return {
             "name": self.name,
@@ -112,7 +112,7 @@ class Explored:
         return tokenizer.decode([0, 1, 2])
 
     def _coming(self) -> int:
-        """Points whose thresholds are still being found."""
+        """How many points are still to be calibrated."""
         found = self._thread is None or not self._thread.is_alive()
         return 0 if found or self.dial is None else len(self._wanted(self.dial.points))
 
@@ -135,6 +135,6 @@ class Explored:
             pass
 
     def _check_stop(self, *_: object) -> None:
-        """Before every block: thresholds of a large model take a minute, and Ctrl-C should not."""
+        """Runs before every block: calibrating a large model takes a minute, stopping it should not."""
         if self._stopping.is_set():
             raise _Stopped

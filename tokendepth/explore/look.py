@@ -1,4 +1,4 @@
-"""One text through one model: how deep every token goes, how surprising it is, and what was expected instead."""
+"""Run a text through a model: each token's depth and surprisal, and what the model predicted."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ from tokendepth.model import LanguageModel
 from tokendepth.trace import DepthTrace, Execution, add_up
 
 MOST_TOKENS = 4096
-"""Of one text; more would neither be read nor answered at once."""
+"""Tokens per text; more would be too slow for an interactive page."""
 LIKELIEST = 5
-"""Predictions that are shown for each token."""
+"""Predictions shown for each token."""
 AT_ONCE = 1024
-"""Tokens of one pass, if that is more than one window: logits of a large vocabulary take memory."""
+"""Tokens per forward pass (at least one window), since the logits of a large vocabulary take memory."""
 
 
 @torch.no_grad()
@@ -28,15 +28,15 @@ def look(
     execution: Execution,
     thresholds: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """A JSON-ready tree. A text longer than the context is read in windows of it, as in an evaluation.
+    """JSON-ready results. A text longer than the context is split into windows, as in an evaluation.
 
-    thresholds: of the routed sites, instead of the model's own.
+    thresholds: one per routed site, instead of the model's own.
     """
     ids = tokenizer.encode_prompt(text)
     if not text or not ids:
-        raise UserError("there is no text; type at least one character")
+        raise UserError("the text is empty; type at least one character")
     if len(ids) > MOST_TOKENS:
-        raise UserError(f"the text has {len(ids):,} tokens; expected {MOST_TOKENS:,} at most; take a part of it")
+        raise UserError(f"the text has {len(ids):,} tokens; expected at most {MOST_TOKENS:,}; use a part of it")
     device, context = model.norm.weight.device, model.config.context
     column = None if thresholds is None else torch.tensor(thresholds, device=device)[:, None, None]
     traces: list[DepthTrace] = []
@@ -61,18 +61,18 @@ def look(
         "sites": [{"name": site.name, "routed": site.routed, "blocks": site.blocks} for site in sites],
         "work": [[round(value, 3) for value in row] for row in work.tolist()],
         "surprisal": [None, *(round(loss, 3) for loss in losses)],
-        # What was expected in the place of each token; of the last one, what may follow.
+        # Entry t: predictions for token t + 1; the last one, for what may follow the text.
         "expected": [_shown(tokenizer, *each[:2]) for each in expected],
         "loss": sum(losses) / len(losses) if losses else None,
         "active_fraction": totals.active_fraction,
-        # Only what ran sparse was skipped; soft and hard compute everything.
+        # Only sparse execution skips; soft and hard compute everything.
         "flops_skipped": totals.flops_skipped if execution == "sparse" else None,
         "seconds": round(seconds, 4),
     }
 
 
 def _passes(ids: list[int], context: int) -> Iterator[list[list[int]]]:
-    """Windows of equal length, some at a time; the last and shorter one is a pass of its own."""
+    """Batches of windows of equal length; a shorter last window is a batch of its own."""
     windows = [ids[n : n + context] for n in range(0, len(ids), context)]
     whole = windows if len(windows[-1]) == context else windows[:-1]
     step = max(1, AT_ONCE // context)
@@ -82,9 +82,9 @@ def _passes(ids: list[int], context: int) -> Iterator[list[list[int]]]:
 
 
 def _expected(logits: Tensor, follow: list[int]) -> list[tuple[list[float], list[int], float]]:
-    """For each position the probabilities of the likeliest tokens, these tokens, and the surprisal of what follows.
+    """For each position: the highest probabilities, their tokens, and the surprisal of the token that follows.
 
-    The last position of a text has no token after it; its surprisal is 0.
+    The last position of a text has no next token; its surprisal is 0.
     """
     logs = logits.float().log_softmax(-1)
     top = logs.topk(min(LIKELIEST, logs.shape[-1]))

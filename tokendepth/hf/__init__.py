@@ -1,4 +1,4 @@
-"""Models in and out of Hugging Face transformers. Importing this registers ours with its Auto classes."""
+"""Hugging Face transformers integration. Importing this registers our classes with its Auto classes."""
 
 from tokendepth.errors import UserError
 

@@ -1,10 +1,10 @@
-"""DepthCache: the native cache as `generate()` wants to see one.
+"""DepthCache: the native cache with the interface that `generate()` expects.
 
-transformers' own caches hold keys and values of every token in every layer. Here a layer may hold those of some tokens
-alone, and methods remember more than keys and values, so that theirs cannot be used.
+The caches of transformers hold keys and values of every token in every layer. Here a layer may hold only some tokens,
+and methods store more than keys and values, so those caches cannot be used.
 
-What transformers calls a cache's length counts columns of its batches, padding included; the native cache gives padding
-no room. This class counts the columns and remembers which of them were padding.
+For transformers, a cache's length counts columns of the batch including padding, but the native cache does not store
+padding. This class counts the columns and keeps track of which were padding.
 """
 
 import torch
@@ -17,29 +17,29 @@ from tokendepth.model import LanguageModel
 from tokendepth.trace import DepthTotals, DepthTrace, add_up
 
 SMALLEST = 64
-"""Tokens that a growing cache has room for at first."""
+"""Initial capacity of a growing cache, in tokens."""
 
 
 class DepthCache(Cache):
     def __init__(self, model: LanguageModel, capacity: int | None = None, *, croppable: bool = False) -> None:
-        """`capacity`: shapes of that many tokens from the beginning, for a static cache; None: it grows.
+        """`capacity`: fixed size in tokens, for a static cache; None: the cache grows.
 
-        `croppable`: keeps what `crop` may have to go back to, for assisted decoding.
+        `croppable`: keep the states that `crop` may have to restore, for assisted decoding.
         """
         super().__init__(layers=[])
         self.capacity, self.croppable = capacity, croppable
         self.native: KVCache | None = None
-        """Made when the first batch comes and it is known how many sequences there are."""
+        """Created with the first batch, which gives the number of sequences."""
         self._like, self._layers = model.norm.weight.detach(), model.method.cache_layers
         self._config = model.config
         self._columns = 0
         self._padding: list[tuple[int, Tensor]] = []
-        """Of every pass that had padding: its first column, and `[batch, time]`, True at padding."""
+        """For each pass with padding: its first column, and a mask `[batch, time]`, True at padding."""
         self.traces: list[DepthTrace] = []
-        """Where depth went in each pass that was asked for it (`output_depth`)."""
+        """Traces of the passes called with `output_depth`."""
 
     def room_for(self, batch: int, new: int) -> KVCache:
-        """The native cache, with room for `new` tokens more in each of `batch` sequences, up to the context."""
+        """The native cache, with room for `new` more tokens in each of `batch` sequences, up to the context."""
         context, wanted = self._config.context, (0 if self.native is None else self.native.longest) + new
         if self.native is None:
             capacity = self.capacity or min(context, max(SMALLEST, wanted))
@@ -54,18 +54,18 @@ class DepthCache(Cache):
         return self.native
 
     def advance(self, time: int, valid: Tensor | None) -> None:
-        """Called after each pass of `time` columns, of which `valid` are no padding; None: all."""
+        """Call after each pass of `time` columns. `valid`: mask of columns that are not padding; None: all."""
         if valid is not None:
             self._padding.append((self._columns, ~valid))
         self._columns += time
 
     def spent(self) -> DepthTotals:
-        """What the passes cost whose depth was asked for."""
+        """Total cost of the passes called with `output_depth`."""
         if not self.traces:
-            raise UserError("no pass was asked where its depth went; call the model with output_depth=True")
+            raise UserError("no pass recorded its depth; call the model with output_depth=True")
         return add_up([trace.totals() for trace in self.traces])
 
-    # -- what transformers asks
+    # -- interface of transformers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._columns
@@ -100,8 +100,8 @@ class DepthCache(Cache):
             self.croppable = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last columns; a negative number, as transformers has it: -2 forgets two."""
-        tokens_to_remove = int(tokens_to_remove)  # some versions give a tensor
+        """Remove the last columns; negative as in transformers: -2 removes two."""
+        tokens_to_remove = int(tokens_to_remove)  # some versions pass a tensor
         if tokens_to_remove > 0:
             raise UserError(f"crop was given {tokens_to_remove}; expected minus the number of tokens to forget")
         if tokens_to_remove == 0 or self.native is None:
@@ -122,7 +122,7 @@ class DepthCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """The native cache counts on the host how many tokens there are at most: `generate()` runs it uncompiled."""
+        """No: the native cache tracks lengths on the host, so `generate()` must not compile."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""The model card of an exported run: what it is, how well it does, how that was measured and how to repeat it."""
+"""The model card of an exported run: usage, results, how they were measured and how to reproduce them."""
 
 import json
 from collections.abc import Iterator
@@ -36,16 +36,16 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```
 
 With tokendepth installed, `trust_remote_code=True` does what the first line does. `model.config.execution` is `sparse`:
-what the routers skip is not computed. `hard` computes it and throws it away, which is the reference; `soft` is how the
-model was trained, where the method has such a mode.
+what the routers skip is not computed. `hard` computes it and throws it away, as a reference; `soft` uses gates as
+weights, as in training, if the method has gates.
 """
 NOT_MEASURED = "This run was not evaluated before it was exported; `tokendepth evaluate RUN`, then export it again."
 HOW = """\
-- **sparse** is what was executed: a skipped token was not computed. **hard** is the same decisions with everything
-  computed, **soft** weighs updates instead of deciding. {flips}
-- **Active fraction** is the mean share of tokens that the routed blocks worked on, over those same tokens.
-- **FLOPs** are twice the multiply-adds of the matrix products that ran, attention over the full square, routers and
-  output head included, against the same blocks with every token active and no routers.
+- **sparse** really skips: skipped tokens are not computed. **hard** takes the same decisions but computes everything,
+  **soft** uses gates as weights instead of deciding. {flips}
+- **Active fraction** is the mean share of tokens that the routed blocks processed, over the same text.
+- **FLOPs** are twice the multiply-adds of the matrix products that ran, with attention over the full square and
+  including routers and output head; skipped is relative to the same blocks with every token active and no routers.
 - Loss is the mean negative log likelihood per token in nats, in float32, on {device}."""
 
 
@@ -101,7 +101,7 @@ def _option(part: str, key: str, value: object) -> str:
 
 
 def _without_folders(tree: dict[str, Any]) -> dict[str, Any]:
-    """Whoever reads a model card need not know where its author keeps files."""
+    """A model card should not contain its author's paths."""
     data = dict(tree["data"])
     for key in ("corpus", "tokens"):
         kind, colon, path = data[key].partition(":")

@@ -1,4 +1,4 @@
-"""TokenDepthConfig: a native model's and method's config in the form that transformers saves and loads."""
+"""TokenDepthConfig: the native model and method config in the form that transformers saves and loads."""
 
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ from tokendepth.errors import UserError, did_you_mean
 from tokendepth.trace import EXECUTIONS
 
 MODULES = {"configuration": "configuration_tokendepth", "modeling": "modeling_tokendepth"}
-"""Files beside saved weights from which transformers gets the classes where nobody has imported them."""
+"""Files saved with the weights from which transformers loads the classes if `tokendepth.hf` was not imported."""
 AUTO_MAP = {
     "AutoConfig": f"{MODULES['configuration']}.TokenDepthConfig",
     "AutoModelForCausalLM": f"{MODULES['modeling']}.TokenDepthForCausalLM",
@@ -19,11 +19,11 @@ OF_TRANSFORMERS = {
     "_name_or_path", "_commit_hash", "attn_implementation", "auto_map", "experts_implementation", "model_type",
     "name_or_path", "num_labels", "output_attentions", "torch_dtype", "transformers_weights",
 }  # fmt: skip
-"""Keys that transformers writes or passes beside the fields of a config."""
+"""Keys that transformers writes or passes in addition to a config's fields."""
 
 
 class TokenDepthConfig(PreTrainedConfig):
-    """`model` and `method` are what they are in a run's config.json, all values filled in and checked.
+    """`model` and `method` as in a run's config.json, with defaults filled in and checked.
 
     >>> config = TokenDepthConfig(model={"vocab_size": 256, "n_layer": 4}, method={"name": "budget", "budget": 0.5})
     >>> config.native.model.n_layer
@@ -34,15 +34,15 @@ class TokenDepthConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "depth", "aux_loss"]
 
     format_version: int = FORMAT_VERSION
-    """Of `model` and `method`."""
+    """Format version of `model` and `method`."""
     model: dict[str, Any] | None = None
-    """As `tokendepth.config.ModelConfig`; what is left out has its default."""
+    """Fields of `tokendepth.config.ModelConfig`; missing ones get their defaults."""
     method: dict[str, Any] | None = None
-    """Its `name` and its options; dense unless set."""
+    """`name` and options of the method; default: dense."""
     execution: str = "sparse"
-    """How it is executed in evaluation: soft, hard or sparse. It trains as the native model does."""
+    """Execution in evaluation mode: soft, hard or sparse. Training is as in the native model."""
     seed: int = 0
-    """Of the weights of a model that is not loaded."""
+    """Seed for the initial weights of a new model."""
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -70,16 +70,16 @@ class TokenDepthConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing to do: what is saved names the installed package, of which no file is copied."""
+        """Nothing to do: saved models refer to the installed package instead of copying its code."""
 
     @property
     def native(self) -> RunConfig:
-        """What the native model is built from."""
+        """The native config."""
         method = {"name": "dense"} if self.method is None else self.method
         tree = {"version": self.format_version, "model": self.model or {}, "method": method}
         return from_dict({**tree, "train": {"seed": self.seed}})
 
-    # The names by which others ask.
+    # Names that transformers and other libraries expect.
 
     @property
     def vocab_size(self) -> int:

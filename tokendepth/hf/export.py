@@ -1,4 +1,4 @@
-"""export: a finished run as a folder that transformers loads. Written whole or not at all."""
+"""export: write a finished run as a folder that transformers can load, atomically."""
 
 import contextlib
 import os
@@ -26,13 +26,13 @@ OURS = re.compile(
     r"config\.json|generation_config\.json|README\.md|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json"
     rf"|model(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.json|({'|'.join(MODULES.values())})\.py"
 )
-"""Every file that an export may hold."""
+"""Files that an export may contain."""
 
 
 def export(run: Run, out: str | Path) -> Path:
     """Write the model of a finished run, its tokenizer and a model card into the folder `out`; returns its path.
 
-    An export that is already there is replaced.
+    An existing export is replaced.
     """
     out = Path(os.path.abspath(out))
     _check_free(out)
@@ -48,7 +48,7 @@ def export(run: Run, out: str | Path) -> Path:
 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Where a text begins and ends, for `generate()`."""
+    """Ids of the special tokens that `generate()` needs."""
     if tokenizer.kind == "symbol":
         return {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     bos = {"bos_token_id": tokenizer.begins[0]} if tokenizer.begins else {}
@@ -60,12 +60,14 @@ def _check_free(out: Path) -> None:
         raise UserError(f"{out} is a file; expected a folder for the export; choose another")
     stray = sorted(path.name for path in out.iterdir() if not OURS.fullmatch(path.name)) if out.is_dir() else []
     if stray:
-        raise UserError(f"{out} holds {stray[0]}, which is no file of an export; choose an empty folder or a new one")
+        raise UserError(
+            f"{out} holds {stray[0]}, which is not a file of an export; choose an empty folder or a new one"
+        )
 
 
 @contextlib.contextmanager
 def _appearing_whole(out: Path) -> Iterator[Path]:
-    """A folder to fill that takes the place of `out` once everything in it is on the disk."""
+    """Yield a temporary folder that replaces `out` once its files are synced to disk."""
     make_folder(out.parent)
     remove_left_overs(out.parent, re.escape(out.name))
     folder, old = (out.with_name(f".tmp-{out.name}-{number}") for number in (os.getpid(), f"{os.getpid()}0"))

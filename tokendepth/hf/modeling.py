@@ -1,6 +1,6 @@
-"""TokenDepthForCausalLM: the native language model, of any method and architecture, as transformers wants to call it.
+"""TokenDepthForCausalLM: the native language model, with any method and architecture, as a transformers model.
 
-No layer is written twice: this class holds a `LanguageModel` and passes on what it is given.
+It wraps a `LanguageModel` and implements no layers of its own.
 """
 
 from collections.abc import Callable
@@ -41,9 +41,9 @@ except ImportError as error:
 class TokenDepthOutput(CausalLMOutputWithPast):
     loss: Tensor | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     aux_loss: Tensor | None = None
-    """While training: what the method adds to the task's loss; part of `loss`."""
+    """In training: the method's auxiliary loss, which `loss` includes."""
     depth: DepthTrace | None = None
-    """With `output_depth`: which token was worked on where, and what that costs."""
+    """With `output_depth`: which tokens were processed where, and the cost."""
 
 
 class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
@@ -63,8 +63,8 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         native = config.native
         if not native.model.vocab_size:
             raise UserError("model.vocab_size is 0; expected the number of tokens of the tokenizer")
-        # transformers builds in the precision that was asked for. Thresholds are exact in any, so they are made in
-        # float32, and what may be rounded is rounded afterwards.
+        # transformers sets the default dtype to the requested precision. Build in float32 and convert afterwards, since
+        # thresholds stay exact in any precision.
         asked = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
@@ -76,13 +76,13 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Weights are as the native model has made them; what is not saved is computed anew after loading."""
+        """Keep the native model's initial weights; recompute buffers that are not saved."""
         if isinstance(module, RotaryPositions):
             init.copy_(module.frequencies, rotary_frequencies(self.model.config))
         if isinstance(module, Method):
             module.set_progress(1.0)
 
-    # -- the pass
+    # -- forward
 
     @can_return_tuple
     def forward(
@@ -99,10 +99,10 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> TokenDepthOutput:
         """Logits of the next tokens and, with `labels`, the loss.
 
-        attention_mask: 0 at padding, for all tokens so far or the new ones. labels: as `input_ids`, with -100 where no
-        loss is taken. num_items_in_batch: how many labels all micro-batches of a step have, on all processes.
-        output_depth: also tell where depth went. Of other arguments `shift_labels` is known, the labels moved by one as
-        some collators give them: named above, the trainer would take it for a second label of every example.
+        attention_mask: 0 at padding, for all tokens so far or only the new ones. labels: like `input_ids`, with -100 at
+        tokens without a loss. num_items_in_batch: number of labels in all micro-batches of a step, on all processes.
+        output_depth: also return the trace. `shift_labels`, labels already shifted by one as some collators give them,
+        is accepted in `kwargs`: as a named argument, the Trainer would treat it as a second label.
         """
         targets = kwargs.pop("shift_labels", None)
         for name, value in kwargs.items():
@@ -111,16 +111,16 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         batch, time = input_ids.shape
         valid = _new_columns(attention_mask, time)
         self._check(input_ids, valid, past_key_values)
-        if valid is not None:  # whatever stands for padding need not be a token
+        if valid is not None:  # ids at padding may be outside the vocabulary
             input_ids = input_ids.masked_fill(~valid, 0)
         cache = past_key_values
         if cache is None and use_cache and not self.training:
             cache = self.new_cache()
         if targets is None and labels is not None:
             targets = F.pad(labels, (0, 1), value=NO_LOSS)[:, 1:]
-        if targets is not None and valid is not None:  # after left padding stands a token that nothing predicts
+        if targets is not None and valid is not None:  # nothing predicts the first token after left padding
             targets = targets.masked_fill(~valid, NO_LOSS)
-        # generate() asks for the last token's alone: those of a long prompt would take gigabytes
+        # generate() needs only the last token's logits; for all tokens of a long prompt they would take gigabytes
         alone = targets is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
         last = input_ids.new_full((batch,), time - 1) if alone else None
         out = self.model(
@@ -157,22 +157,24 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values is a {type(cache).__name__}, which cannot hold what this model remembers; leave it "
                 "out, or make one by model.new_cache()"
             )
-        if ids.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere a look would wait for the device
+        if ids.device.type == "cpu" and not torch.compiler.is_compiling():  # on a GPU, the check would synchronise
             there, size = ids if valid is None else ids[valid], self.model.config.vocab_size
             if there.numel() and not 0 <= int(there.min()) <= int(there.max()) < size:
                 wrong = int(there.min()) if int(there.min()) < 0 else int(there.max())
-                raise UserError(f"an id is {wrong}; expected 0 to {size - 1}; padding goes with an attention_mask")
+                raise UserError(
+                    f"token id {wrong} is out of range; expected 0 to {size - 1}; for padding, pass an attention_mask"
+                )
 
     def _loss_arguments(self, targets: Tensor | None) -> dict[str, Tensor]:
-        """A method that has losses of its own takes them over the same tokens as the task does."""
+        """Arguments with which a method computes its own losses over the same tokens as the task."""
         if targets is None or not self.training:
             return {}
         return {"targets": targets, "counted": targets != NO_LOSS}
 
     def _losses(self, out: Output, targets: Tensor, items: Tensor | int | None) -> tuple[Tensor, Tensor | None]:
-        """The task's loss and, while training, the method's with it: this micro-batch's part of those of the step.
+        """The total loss and, in training, the auxiliary loss: this micro-batch's contributions to those of the step.
 
-        A method's losses are means over the tokens that have a label, so that its part is their share of all of them.
+        Auxiliary losses are means over labelled tokens, so they are weighted by this micro-batch's share of all labels.
         """
         flat = targets.flatten().to(out.logits.device)
         task = F.cross_entropy(out.logits.flatten(0, 1).float(), flat, reduction="sum", ignore_index=NO_LOSS)
@@ -187,11 +189,11 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
     # -- generation
 
     def new_cache(self, capacity: int | None = None, *, croppable: bool = False) -> DepthCache:
-        """A cache for `past_key_values`; with a `capacity`, one of fixed shape."""
+        """A cache for `past_key_values`; with `capacity`, of fixed size."""
         return DepthCache(self.model, capacity, croppable=croppable)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Ids behind the vocabulary are padding, of a prompt or after the end of a sequence, whatever the mask says."""
+        """Mask ids beyond the vocabulary: they are padding, in a prompt or after the end of a sequence."""
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         inputs = prepare(input_ids, *args, **kwargs)
         outside = inputs["input_ids"] >= self.model.config.vocab_size
@@ -210,7 +212,7 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         longest = (generation_config.max_length or 0) - _padding_of(model_kwargs.get("attention_mask"))
         if longest - 1 > context:
             raise UserError(
-                f"{longest} tokens are asked for at most, and this model's context is {context}; set max_new_tokens or "
+                f"max_length is {longest} tokens, but this model's context is {context}; set max_new_tokens or "
                 f"max_length so that there are {context + 1} or fewer with the prompt"
             )
         if model_kwargs.get("past_key_values") is not None or not generation_config.use_cache:
@@ -242,15 +244,15 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def has_budget(self) -> bool:
-        """Whether the share of tokens that it works on can be named, which thresholds hold."""
+        """Whether the method has a budget that thresholds calibrate."""
         dial = self.model.method.dial(self.model.config, self.model.method.config)
         return dial is not None and dial.calibrated
 
     def calibrate(self, input_ids: Tensor, budget: float | None = None) -> None:
-        """Set the thresholds so that `budget` of the tokens of these texts is active; unless named, the model's own.
+        """Set the thresholds so that a share `budget` (default: the model's own) of these tokens is active.
 
-        A method with a budget needs this after training: in use its thresholds are fixed numbers. `input_ids` are
-        training text, `[batch, time]` without padding, the more the better.
+        A method with a budget needs this after training, since inference uses fixed thresholds. `input_ids` are
+        training text, `[batch, time]` without padding; the more, the better.
         """
         dial = self.model.method.dial(self.model.config, self.model.method.config)
         if dial is None or not self.has_budget:
@@ -262,7 +264,7 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         calibrate_on(self.model, input_ids, dial.own if budget is None else budget)
         self.train(was_training)
 
-    # -- embeddings, as others ask for them
+    # -- embeddings
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embedding
@@ -272,7 +274,7 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Linear | None:
-        """None where the head is the embedding."""
+        """None if the head is tied to the embedding."""
         return self.model.head
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
@@ -284,7 +286,7 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing to do: what is saved names the installed package, of which no file is copied."""
+        """Nothing to do: saved models refer to the installed package instead of copying its code."""
 
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, save_directory: Any, is_main_process: bool = True, **kwargs: Any
@@ -295,7 +297,7 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As of transformers; but where a tensor is missing, left over or of another shape nothing is loaded."""
+        """As in transformers, but missing, unexpected or mismatched tensors are an error."""
         asked = kwargs.pop("output_loading_info", False)
         if kwargs.get("quantization_config") is not None:
             raise UserError("quantization_config is given; this model's layers are not quantised; leave it out")
@@ -313,14 +315,14 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def write_thin_files(folder: Path) -> None:
-    """What transformers reads the classes from where nobody has imported `tokendepth.hf`."""
+    """Write the files from which transformers loads the classes if `tokendepth.hf` was not imported."""
     for part, name in (("configuration", "TokenDepthConfig"), ("modeling", "TokenDepthForCausalLM")):
         text = THIN_FILE.format(what=part.capitalize(), name=name)
         (folder / f"{MODULES[part]}.py").write_text(text, encoding="utf-8")
 
 
 def _new_columns(mask: Tensor | None, time: int) -> Tensor | None:
-    """`[batch, time]`, which of the new tokens are no padding; None: all."""
+    """`[batch, time]`: which of the new tokens are not padding; None: all."""
     if mask is None:
         return None
     if mask.dim() != 2 or mask.shape[1] < time:
@@ -328,10 +330,10 @@ def _new_columns(mask: Tensor | None, time: int) -> Tensor | None:
             f"attention_mask has the shape {tuple(mask.shape)}; expected [batch, tokens so far], 0 at padding"
         )
     valid = mask[:, -time:].bool()
-    # Where nothing is padded no mask is needed. A compiler is not asked: it would have to see the numbers.
+    # Without padding no mask is needed. Under a compiler this is not checked, since it depends on values.
     return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid
 
 
 def _padding_of(mask: Tensor | None) -> int:
-    """Columns of padding that every sequence of a prompt has at least."""
+    """The least padding of any sequence in the batch, in columns."""
     return 0 if mask is None else int((mask == 0).sum(1).min())

@@ -1,4 +1,4 @@
-"""The tokenizer of a run as transformers loads one, with the same ids for the same text."""
+"""Convert a run's tokenizer to a transformers one that gives the same ids."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ from tokendepth.data.tokenizer import SPECIALS
 from tokendepth.data.tokenizer import Tokenizer as NativeTokenizer
 
 PADDING = "<|pad|>"
-"""Where a tokenizer has nothing to pad with: a token behind the model's vocabulary, which no text becomes."""
+"""Padding token for tokenizers without one: its id is beyond the model's vocabulary, and no text maps to it."""
 
 
 def fast_tokenizer(native: NativeTokenizer, context: int) -> PreTrainedTokenizerFast:
@@ -21,7 +21,7 @@ def fast_tokenizer(native: NativeTokenizer, context: int) -> PreTrainedTokenizer
         tokenizer_object=make(native, tree),
         model_max_length=context,
         clean_up_tokenization_spaces=False,
-        padding_side="left",  # a prompt ends where it is to be continued
+        padding_side="left",  # for generation, prompts must be aligned at their ends
         **_special_tokens(native, tree),
     )
     if made.pad_token is None:
@@ -30,7 +30,7 @@ def fast_tokenizer(native: NativeTokenizer, context: int) -> PreTrainedTokenizer
 
 
 def _characters(native: NativeTokenizer, tree: dict[str, Any]) -> Tokenizer:
-    # A word is one character; one that has no id is an error, as it is in the run.
+    # Words are single characters; an unknown one is an error, as in the run.
     made = Tokenizer(models.WordLevel({char: token for token, char in enumerate(tree["chars"])}))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     made.decoder = decoders.Fuse()
@@ -53,7 +53,7 @@ def _symbols(native: NativeTokenizer, tree: dict[str, Any]) -> Tokenizer:
 
 
 def _bpe(native: NativeTokenizer, tree: dict[str, Any]) -> Tokenizer:
-    """The run's tokenizer.json, as the run reads it: no text is cut, no id is random, no token is put around a text."""
+    """The run's tokenizer.json, used as the run does: no truncation, no dropout, no special tokens around a text."""
     tree = {**tree["tokenizer"], "truncation": None, "padding": None}
     tree["model"] = {**tree["model"], **({"dropout": None} if "dropout" in tree["model"] else {})}
     made = Tokenizer.from_str(json.dumps(tree))
@@ -63,7 +63,7 @@ def _bpe(native: NativeTokenizer, tree: dict[str, Any]) -> Tokenizer:
 
 
 def _imported(native: NativeTokenizer, tree: dict[str, Any]) -> Tokenizer:
-    """With what every text of an imported model begins with."""
+    """Adds the tokens with which every text of an imported model begins."""
     made = _bpe(native, tree)
     if native.begins:
         first = [(made.id_to_token(token), token) for token in native.begins]

@@ -1,1 +1,1 @@
-"""Checkpoints of others as finished runs. Safetensors need no other package, GGUF files need transformers."""
+"""Import checkpoints as finished runs. GGUF files need transformers; safetensors need no other package."""

@@ -1,7 +1,7 @@
-"""What a model of Hugging Face is on disk: a folder of safetensors, or a GGUF file.
+"""Read a Hugging Face model from disk: a folder of safetensors, or a GGUF file.
 
-A folder is read without transformers, strictly. A GGUF file is read by transformers, its weights dequantised to
-float32. Never a pickle.
+A folder is read strictly and without transformers. A GGUF file is read by transformers, which dequantises its weights
+to float32. Pickles are never read.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ AGAIN = "download it again"
 
 
 class Weights(ABC):
-    """Read one by one, each as float32."""
+    """Weights that are read one at a time, as float32."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Of all of them, by their names."""
+    """Shapes by name."""
 
     @abstractmethod
     def read(self, name: str) -> Tensor: ...
@@ -43,18 +43,18 @@ class Weights(ABC):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model as it was found."""
+    """A model on disk."""
 
     name: str
     sha256: str
     config: dict[str, Any]
     tokenizer: ImportedTokenizer
     open_weights: Callable[[], Weights]
-    """Once the config is known to be one that can be imported: it may take long."""
+    """Opens the weights. It may be slow, so call it once the config is known to be importable."""
 
 
 def read_checkpoint(path: Path, *, show: bool = False) -> Checkpoint:
-    """The model at `path`, a folder or a GGUF file; a UserError says what is missing, damaged or not safe to read."""
+    """The model at `path`, a folder or a GGUF file; UserError if it is incomplete, damaged or unsafe to read."""
     if os.path.isdir(path):
         return _read_folder(path, show)
     if not os.path.isfile(path):
@@ -85,7 +85,7 @@ def _read_folder(folder: Path, show: bool) -> Checkpoint:
         for part in parts:
             lines.append(f"{sha256(part)}  {part.name}\n")
             progress.advance()
-    digest = hashlib.sha256("".join(lines).encode()).hexdigest()  # as: sha256sum FILES | sha256sum
+    digest = hashlib.sha256("".join(lines).encode()).hexdigest()  # the same as: sha256sum FILES | sha256sum
     settings = _object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     template = settings.get("chat_template")
     if os.path.isfile(folder / "chat_template.jinja"):
@@ -104,7 +104,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files of weights; of a model in parts as its index says."""
+    """The weight files; those of a sharded model are in its index."""
     if os.path.isfile(folder / WEIGHTS):
         return [folder / WEIGHTS]
     if not os.path.isfile(folder / INDEX):
@@ -125,7 +125,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 class Safetensors(Weights):
-    """Of several files, whose headers alone are read at first."""
+    """Weights in safetensors files; at first only the headers are read."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.shapes = {}
@@ -135,7 +135,7 @@ class Safetensors(Weights):
                 opened = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path.name} is damaged or not whole ({str(error)[:80]}); {AGAIN}") from None
-            for name in opened.keys():  # noqa: SIM118 - it is no dict
+            for name in opened.keys():  # noqa: SIM118 - not a dict
                 part = opened.get_slice(name)
                 if part.get_dtype() not in DTYPES:
                     remedy = "take the unquantised checkpoint, or a GGUF file of it"
@@ -168,12 +168,12 @@ def _read_gguf(path: Path, show: bool) -> Checkpoint:
         progress.update(note="its tokenizer")
         auto = transformers.AutoTokenizer.from_pretrained(**where)
         tree = json.loads(auto.backend_tokenizer.to_str())
-        # transformers adds special tokens that a class of tokenizers usually has; the model does not know them.
+        # transformers adds special tokens usual for the tokenizer class; the model has no embeddings for them.
         tree["added_tokens"] = [one for one in tree["added_tokens"] if one["id"] < config["vocab_size"]]
     tokenizer = make_tokenizer(tree, config.get("eos_token_id"), auto.chat_template, str(path))
 
     def open_weights() -> Weights:
-        quiet = contextlib.nullcontext() if show else contextlib.redirect_stderr(io.StringIO())  # it has a bar
+        quiet = contextlib.nullcontext() if show else contextlib.redirect_stderr(io.StringIO())  # hide its bar
         with Progress(f"dequantising {path}", show=show), _faults_of(path), quiet:
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 **where, dtype=torch.float32, output_loading_info=True
@@ -195,10 +195,10 @@ class InMemory(Weights):
 
 
 def transformers_library() -> Any:
-    """Quiet: what it has to say, we say."""
+    """transformers with its messages silenced; we report problems ourselves."""
     remedy = "pip install 'tokendepth[hf]'"
     try:
-        import gguf as _gguf  # noqa: F401 - transformers asks for it when it is too late for one clear line
+        import gguf as _gguf  # noqa: F401 - without it, transformers fails later with an unclear error
         import transformers
     except ImportError as error:
         raise UserError(f"a GGUF file needs the package {error.name}, not installed; {remedy}") from None
@@ -209,7 +209,7 @@ def transformers_library() -> Any:
 
 @contextlib.contextmanager
 def _faults_of(path: Path) -> Iterator[None]:
-    """Whatever transformers makes of a file that it cannot read: it has no error of its own for it."""
+    """Turn any exception into a UserError: transformers has no specific one for unreadable GGUF files."""
     try:
         yield
     except UserError:
@@ -223,7 +223,7 @@ def _faults_of(path: Path) -> Iterator[None]:
 
 
 def make_tokenizer(tree: Any, stops: Any, template: Any, said: str) -> ImportedTokenizer:
-    """Of a tokenizer.json, the end-of-text ids of a config and a chat template, each as files have them."""
+    """From a tokenizer.json, a config's end-of-text ids and a chat template, each as found in the files."""
     tokenizers_library()
     try:
         plain = BPETokenizer.from_tree(tree)
@@ -232,7 +232,7 @@ def make_tokenizer(tree: Any, stops: Any, template: Any, said: str) -> ImportedT
     begins = _begins(plain, said)
     ends = stops if isinstance(stops, list) else [] if stops is None else [stops]
     known = tuple(i for i in ends if type(i) is int and 0 <= i < plain.vocab_size)
-    if isinstance(template, list):  # several, by their names
+    if isinstance(template, list):  # several templates, by name
         template = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}.get(
             "default"
         )
@@ -240,9 +240,11 @@ def make_tokenizer(tree: Any, stops: Any, template: Any, said: str) -> ImportedT
 
 
 def _begins(plain: BPETokenizer, said: str) -> tuple[int, ...]:
-    """What the tokenizer's own post-processor puts before every text, as transformers 5 does."""
+    """Tokens that the tokenizer's post-processor prepends to every text, as in transformers 5."""
     with_special, without = plain.with_special_tokens("a"), plain.encode("a")
     begins = with_special[: len(with_special) - len(without)]
     if with_special != [*begins, *without]:
-        raise UserError(f"{said}: its tokenizer puts tokens after every text ({with_special}); a decoder cannot go on")
+        raise UserError(
+            f"{said}: its tokenizer puts tokens after every text ({with_special}); a decoder cannot continue"
+        )
     return tuple(begins)

@@ -1,4 +1,4 @@
-"""A model of Hugging Face as a finished run: dense, in modern layers, with the same logits to rounding."""
+"""Convert a Hugging Face model to a finished dense run with the same logits up to rounding."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from tokendepth.runs.machine import environment, memory_bytes
 from tokendepth.runs.run import Run
 
 UNUSED = re.compile(r".*\.rotary_emb\.inv_freq")
-"""Weights of old checkpoints that a config.json says already."""
+"""Weights in old checkpoints that can be computed from config.json."""
 
 
 def import_model(
@@ -31,10 +31,9 @@ def import_model(
     context: int | None = None,
     show: bool = False,
 ) -> Run:
-    """Write the model at `model`, a folder or a GGUF file, into the run folder `out`.
+    """Write the model at `model`, a folder or a GGUF file, to the run folder `out`.
 
-    `corpus` is the text that it is measured on by default; `context` a shorter one than the model's; `show` tells how
-    far it is.
+    `corpus`: default text for evaluation. `context`: a shorter context than the model's. `show`: show progress.
     """
     path, out = Path(model), Path(out)
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
@@ -50,7 +49,7 @@ def import_model(
         DataConfig(corpus or NO_CORPUS, OWN_TOKENS),
         shape,
         DenseConfig(),
-        TrainConfig(steps=1),  # a run has one at least; nothing was trained here
+        TrainConfig(steps=1),  # the minimum for a run; nothing was trained here
         recipe=f"imported.{family}",
     )
     facts = {**environment(torch.device("cpu")), "imported_from": found.name, "imported_sha256": found.sha256}
@@ -63,7 +62,7 @@ def import_model(
 
 
 def _write(out: Path, config: RunConfig, files: dict[str, bytes], weights: dict[str, Tensor]) -> None:
-    """The whole run folder, or none: it gets its name last."""
+    """Write the run folder atomically: it is renamed into place at the end."""
     whole = Path(os.path.abspath(out))
     part = whole.with_name(f".tmp-{whole.name}-{os.getpid()}")
     try:
@@ -87,7 +86,7 @@ def _check_tokenizer(found: Checkpoint, shape: ModelConfig) -> None:
 
 
 def _converted(found: Checkpoint, family: str, shape: ModelConfig, show: bool) -> dict[str, Tensor]:
-    """Every weight once: what is missing, too much, of another shape or not a number is refused."""
+    """Convert all weights; missing or surplus ones, wrong shapes and non-finite values are errors."""
     expected = {name: weight.shape for name, weight in outline(RunConfig(model=shape)).state_dict().items()}
     needed, there = 8 * sum(map(torch.Size.numel, expected.values())), memory_bytes(torch.device("cpu"))
     if needed > there:
@@ -110,7 +109,7 @@ def _converted(found: Checkpoint, family: str, shape: ModelConfig, show: bool) -
             return weight
 
         weights = native_weights(family, shape, take)
-        if shape.tie_head and "lm_head.weight" in left:  # some checkpoints hold the embedding twice
+        if shape.tie_head and "lm_head.weight" in left:  # some checkpoints store the tied embedding twice
             embedding = weights["embedding.weight"]
             if not torch.equal(take("lm_head.weight", tuple(embedding.shape)), embedding):
                 raise UserError("its lm_head.weight is not the embedding, though tie_word_embeddings says so")

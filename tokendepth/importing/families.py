@@ -1,8 +1,8 @@
-"""From a config.json of Hugging Face to the same model in our layers: its shape, and where each weight goes.
+"""Map a Hugging Face config.json to a model in our layers: its shape, and where each weight goes.
 
-Llama, Mistral, Qwen2, Qwen3 and Gemma are one block with small differences, which `FAMILIES` lists. Everything that a
-config.json says is either used here, known to leave the logits alone (`HARMLESS`), or refused: a key that nobody has
-read is a model that nobody has understood.
+Llama, Mistral, Qwen2, Qwen3 and Gemma share one block with small differences, listed in `FAMILIES`. Every key of a
+config.json is either used here, known not to affect the logits (`HARMLESS`), or rejected: an unknown key may mean an
+architecture that we would compute wrongly.
 """
 
 import math
@@ -18,24 +18,24 @@ from tokendepth.errors import UserError
 
 Value = TypeVar("Value", int, float, str, bool)
 Take = Callable[[str, tuple[int, ...]], Tensor]
-"""A weight by its name in the checkpoint, of this shape."""
+"""Reads the weight of this name and shape from the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family of models differs from Llama."""
+    """How a model family differs from Llama."""
 
     tied: bool = False
-    """Whether the output head is the embedding where config.json does not say."""
+    """Default for a head tied to the embedding, if config.json does not set it."""
     head_width: int | None = None
-    """Where it does not say; None: what the width of the model gives each head."""
+    """Default width of a head, if not set; None: model width / heads."""
     bias: bool = False
-    """Whether queries, keys and values always have a bias."""
+    """Whether query, key and value projections always have a bias."""
     qk_norm: bool = False
     window: int | None = None
-    """Sliding window where config.json does not say; None: no window."""
+    """Default sliding window, if not set; None: no window."""
     gemma: bool = False
-    """Gated by GELU, embeddings times the root of the width, norms that scale by 1 + weight."""
+    """GELU gating, embeddings multiplied by the root of the width, norms that scale by 1 + weight."""
 
 
 FAMILIES = {
@@ -58,14 +58,14 @@ MISSING = {
     "qwen2_moe": "experts",
     "qwen3_moe": "experts",
 }
-"""Well-known families that have what our block has not."""
+"""Well-known families that need something our block does not have."""
 
 HARMLESS = {
-    # where it comes from and how it was trained
+    # origin and training
     "_from_model_config", "_model_name_or_path", "_name_or_path", "architectures", "attention_dropout", "dtype",
     "initializer_range", "is_llama_config", "pretraining_tp", "tokenizer_class", "torch_dtype", "transformers_version",
     "transformers.js_config", "unsloth_fixed",
-    # what a program does with its outputs
+    # use of the outputs
     "bos_token_id", "chunk_size_feed_forward", "eos_token_id", "id2label", "is_decoder", "label2id",
     "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "unk_token_id",
     "use_cache",
@@ -78,19 +78,19 @@ FIXED = {
     "rope_interleaved": (False,),
     "use_bidirectional_attention": (None, False),
 }
-"""What our layers compute; another value is another computation."""
+"""Values that match our layers; any other changes the computation."""
 
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
 class Keys:
-    """A tree of JSON that is read key by key, each of its type, to its last one."""
+    """Reads a JSON object key by key with type checks; `end` rejects keys left over."""
 
     def __init__(self, tree: dict[str, Any], part: str = "") -> None:
         self.left, self.part = dict(tree), part
 
     def take(self, name: str, kind: type[Value], default: Value | None = None) -> Value:
-        """A UserError where it has another type, or is missing without a default."""
+        """Raises UserError if the value has another type, or is missing and has no default."""
         found = self.optional(name, kind, default)
         if found is None:
             raise UserError(f"it does not say its {self.part}{name}")
@@ -107,7 +107,7 @@ class Keys:
         return value
 
     def allow(self, name: str, *values: Any) -> None:
-        """Nothing but one of these, where it is there."""
+        """Reject any value but these, if the key is present."""
         if name in self.left and (value := self.left.pop(name)) not in values:
             raise UserError(f"its {self.part}{name} is {value!r:.60}, which tokendepth cannot compute")
 
@@ -118,7 +118,7 @@ class Keys:
 
 
 def family_of(tree: dict[str, Any]) -> str:
-    """The `model_type`, if it is one that can be imported."""
+    """The `model_type`; UserError if it cannot be imported."""
     name, classes = tree.get("model_type"), tree.get("architectures") or []
     if tree.get("quantization_config"):
         kind = tree["quantization_config"].get("quant_method", "unknown")
@@ -127,7 +127,7 @@ def family_of(tree: dict[str, Any]) -> str:
         raise UserError(f"its model_type is {name!r}, which needs what tokendepth does not have: {MISSING[name]}")
     if name not in FAMILIES:
         encodes = tree.get("is_encoder_decoder") or any(str(c).endswith(("MaskedLM", "PreTraining")) for c in classes)
-        what = "no decoder-only language model" if encodes else "not supported"
+        what = "not a decoder-only language model" if encodes else "not supported"
         raise UserError(f"its model_type is {name!r}: {what}; expected one of {', '.join(FAMILIES)}")
     if classes and not any(str(c).endswith("ForCausalLM") for c in classes):
         raise UserError(f"its architecture is {classes[0]}; expected a model with a language head, as ...ForCausalLM")
@@ -135,7 +135,7 @@ def family_of(tree: dict[str, Any]) -> str:
 
 
 def model_config(tree: dict[str, Any], context: int | None = None) -> ModelConfig:
-    """The shape that a config.json describes; `context` is a shorter one than it was made for."""
+    """The shape described by a config.json; `context` may shorten the model's."""
     name = family_of(tree)
     family, keys = FAMILIES[name], Keys(tree)
     keys.left.pop("model_type")
@@ -181,7 +181,7 @@ def model_config(tree: dict[str, Any], context: int | None = None) -> ModelConfi
 
 
 def _check_window(keys: Keys, family: Family, context: int) -> None:
-    """A window that is no shorter than the context hides nothing."""
+    """A sliding window no shorter than the context has no effect; reject others."""
     uses = keys.take("use_sliding_window", bool, family.window is not None)
     window = keys.left.pop("sliding_window", family.window)
     keys.left.pop("max_window_layers", None)
@@ -198,7 +198,7 @@ def _check_window(keys: Keys, family: Family, context: int) -> None:
 
 
 def _rotation(keys: Keys, longest: int) -> dict[str, Any]:
-    """Rotary positions, as transformers 5 writes them (`rope_parameters`) or as 4 did."""
+    """Rotary position options in the format of transformers 5 (`rope_parameters`) or 4."""
     base = keys.take("rope_theta", float, 10_000.0)
     found = [part for name in ("rope_scaling", "rope_parameters") if (part := keys.left.pop(name, None))]
     if not all(isinstance(part, dict) and part == found[0] for part in found):
@@ -230,14 +230,14 @@ def _rotation(keys: Keys, longest: int) -> dict[str, Any]:
 
 
 def native_weights(name: str, model: ModelConfig, take: Take) -> dict[str, Tensor]:
-    """Every weight of the dense model, by its name in tokendepth."""
+    """All weights of the dense model, by their names in tokendepth."""
     d, ff, q, kv = model.d_model, model.d_ff, model.n_head * model.width, model.kv_heads * model.width
 
     def norm(old: str, width: int = d) -> Tensor:
         return take(f"{old}.weight", (width,)) + (1.0 if FAMILIES[name].gemma else 0.0)
 
     def linear(new: str, old: list[str], rows: list[int], columns: int, *, bias: bool) -> dict[str, Tensor]:
-        """Several projections of one state are one matrix here."""
+        """Projections of the same input are concatenated into one matrix here."""
         parts = list(zip(old, rows, strict=True))
         found = {f"{new}.weight": torch.cat([take(f"{part}.weight", (n, columns)) for part, n in parts])}
         if bias:

@@ -1,1 +1,1 @@
-"""Running a trained model: generating text, compiling for speed, choosing when to skip."""
+"""Inference: generating text, compiling, and choosing between sparse and dense execution."""

@@ -1,7 +1,7 @@
-"""Which execution is faster here: skipping, or running the same weights densely? Measured once, then remembered.
+"""Choose the faster execution on this machine: skipping, or running the same weights densely.
 
-Skipping pays once enough tokens are skipped; how many depends on the machine and the shape. Both are timed the first
-time a shape is met on a machine (a second or so), and the profile is kept in the cache folder.
+Skipping pays off once enough tokens are skipped; how many depends on the machine and the input shape. Both are timed
+the first time a shape is seen on a machine (about a second), and the profile is stored in the cache folder.
 """
 
 import statistics
@@ -36,10 +36,10 @@ class Choice:
 def choose(
     model: LanguageModel, batch: int, time_steps: int, active_fraction: float, *, remembered: bool = True
 ) -> Choice:
-    """`sparse` where it is expected to be faster at this active fraction, else `hard`: the same result, densely.
+    """`sparse` if it is expected to be faster at this active fraction, else `hard`, which computes the same densely.
 
-    Even with nothing to skip `sparse` can be faster: on a GPU it runs other kernels. Pass the model in the form that
-    will run, such as compiled. `remembered=False` takes the profile again.
+    Even with nothing to skip, `sparse` can be faster, since it uses different kernels on a GPU. Pass the model in the
+    form in which it will run, for example compiled. `remembered=False` measures again.
     """
     own_kernels = model.norm.weight.is_cuda and model.norm.weight.dtype in LOW_PRECISION
     if not any(site.routed for site in model.method.sites(keys=1)) and not own_kernels:
@@ -51,7 +51,7 @@ def choose(
 
 
 def _interpolated(times: list[float], at: float) -> float:
-    """Linear between the measured fractions, flat beyond them."""
+    """Linear between the measured fractions, constant outside them."""
     if at <= FRACTIONS[0]:
         return times[0]
     for (low, a), (high, b) in zip(
@@ -71,7 +71,7 @@ def _profile(model: LanguageModel, batch: int, time_steps: int, remembered: bool
 
 @torch.no_grad()
 def _measured(model: LanguageModel, batch: int, time_steps: int) -> dict[str, Any]:
-    """Medians of interleaved passes on random decisions at random positions."""
+    """Median times of interleaved forward passes with random tokens and random decisions."""
     device = model.norm.weight.device
     dice = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (batch, time_steps), generator=dice).to(device)

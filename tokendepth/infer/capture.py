@@ -1,4 +1,4 @@
-"""A pass over all slots as one CUDA graph: the host launches one thing, not hundreds, and is not asked meanwhile."""
+"""A forward pass over all slots as one CUDA graph: one launch instead of hundreds, and no host synchronisation."""
 
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
@@ -10,21 +10,21 @@ from tokendepth.measure.clock import captured
 
 Found = TypeVar("Found")
 Run = Callable[[Tensor, Tensor | None, Tensor | None], Found]
-"""From the slots' tokens, which of them count, and thresholds; of one token a slot as of `decode_one`."""
+"""Called with tokens, a mask of those that count and thresholds; for one token per slot, as in `decode_one`."""
 
 
 class _Step(NamedTuple):
-    """A captured pass and the tensors that it reads."""
+    """A captured pass and its static input tensors."""
 
     given: list[Tensor | None]
     replay: Callable[[], object]
 
 
 class CapturedPass(Generic[Found]):
-    """`run` over `width` tokens of all slots of a `fixed` cache, for a model that `can_be_captured`.
+    """`run` over `width` tokens of every slot of a `fixed` cache, for a model that `can_be_captured`.
 
-    Captured at the first call of each kind: with tokens that do not count or without, with given thresholds or the
-    model's own. What a call returns is overwritten by the next one.
+    There is one graph for each combination of with or without a mask, and given thresholds or the model's own. It is
+    captured at the first such call. Each call overwrites the result of the previous one.
     """
 
     def __init__(self, run: Run[Found], cache: KVCache, width: int = 1) -> None:
@@ -53,11 +53,11 @@ class CapturedPass(Generic[Found]):
         states = {name: state.clone() for name, state in cache.states.items()}
 
         def run() -> Found:
-            cache.bounds[:] = [0] * len(cache.bounds)  # so that there is room without asking; `__call__` keeps count
+            cache.bounds[:] = [0] * len(cache.bounds)  # so the cache need not check for room; `__call__` sets them
             return self._run(tokens, counted, thresholds)
 
         def restore() -> None:
-            """The pass runs a few times before it is captured. What it leaves beyond the sequences is overwritten."""
+            """Undo the warm-up passes before a capture. What they wrote beyond the sequences is overwritten later."""
             cache.lengths.copy_(lengths)
             for name, state in states.items():
                 cache.states[name].copy_(state)

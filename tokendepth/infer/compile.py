@@ -12,14 +12,14 @@ from tokendepth.runs.machine import keep_freed_memory
 
 
 def compiled(model: LanguageModel) -> LanguageModel:
-    """The same model, compiled whole, skipping included: for inference, under `torch.no_grad()`.
+    """The same model compiled as a whole, including the skipping; for inference under `torch.no_grad()`.
 
-    The first pass of each execution and shape, and of a span of each size of room, takes some ten seconds. On a CPU the
-    weights are packed for matrix products, and the process keeps the memory that a pass frees; on a GPU nothing waits
-    for the host, so that a pass can be captured as a CUDA graph. A span's tokens are packed there: such a pass is two
-    graphs already, and the host waits until the device tells how many tokens there are.
+    The first forward pass takes about ten seconds for each execution and shape (with packed spans also for each packed
+    size). On a CPU the weights are prepacked for matrix products, and the process keeps memory that a pass frees. On a
+    GPU nothing waits for the host, so a pass can be captured as a CUDA graph. The exception is a model whose span
+    packs its tokens: such a pass already consists of two graphs, and in between the host waits for the token count.
     """
-    # Each model is compiled separately, for each execution, and for each room that a span is packed into.
+    # Compiled separately for each model, execution and packed size.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     if model.norm.weight.is_cuda:
         fast = torch.compile(model, dynamic=False)
@@ -28,21 +28,21 @@ def compiled(model: LanguageModel) -> LanguageModel:
         until_decided = torch.compile(LanguageModel.until_decided, dynamic=False)
         return cast(LanguageModel, PackedPasses(model, fast, until_decided))
     keep_freed_memory()
-    # Keep the number of active rows symbolic; else compaction would break the graph in every block.
+    # Keep the number of active rows symbolic; otherwise compaction would break the graph in every block.
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
     return cast(LanguageModel, PackedWeights(model))
 
 
 class PackedWeights(Wrapped):
-    """A model whose weights are constants to the compiler, which packs them for matrix products.
+    """A model whose weights are constants for the compiler, which prepacks them for matrix products.
 
-    Thresholds are passed in at every call, so that a budget can be set at any time. Changed weights are packed again,
-    unless they were changed through `.data`, as optimisers do: that leaves no trace.
+    Thresholds are passed in at every call, so the budget can change at any time. Changed weights are packed again,
+    except after changes through `.data`, which do not update a tensor's version.
     """
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
-        # With dynamic sizes the compiler uses the library that packs weights for any number of rows.
+        # Only with dynamic sizes does the compiler prepack weights for any number of rows.
         self._run = (torch.compile(model, dynamic=True),)  # in a tuple, so that it is not registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Output:

@@ -1,4 +1,4 @@
-"""Whether a text that was written with drafts is that of plain decoding, and if not, whether rounding explains it."""
+"""Compare text generated with drafts to plain decoding: where they differ, can rounding explain it?"""
 
 import copy
 from dataclasses import dataclass
@@ -14,31 +14,31 @@ from tokendepth.infer.sampling import Sampler
 
 @dataclass(frozen=True)
 class Difference:
-    """A token of a greedy text where plain decoding of the same text up to there would have written another."""
+    """A greedily generated token for which plain decoding, given the same preceding text, has another."""
 
     position: int
-    """Its number among the generated tokens."""
+    """Index among the generated tokens."""
     token: int
     expected: int
     gap: float
-    """Between the logits of the two tokens, in plain decoding."""
+    """Difference between the two tokens' logits in plain decoding."""
     rounding: float
-    """How far logits there are off at most, against float32 on the same decisions."""
+    """Largest error of the logits at this position, relative to float32 with the same decisions."""
     decisions: int
-    """Of routers, up to there, that plain decoding took otherwise."""
+    """Router decisions up to this position that differ in plain decoding."""
 
     @property
     def explained(self) -> bool:
-        """Whether rounding is enough: it can move both logits, or a router's score across its threshold."""
+        """Whether rounding suffices: it can move both logits, or push a router's score across its threshold."""
         return self.gap <= 2 * self.rounding or self.decisions > 0
 
 
 @torch.no_grad()
 def greedy_differences(engine: Engine, request: Request) -> list[Difference]:
-    """Where the text that `engine` wrote at temperature 0 differs from plain decoding; in float32 nowhere.
+    """Where the text that `engine` generated at temperature 0 differs from plain decoding; in float32, nowhere.
 
-    In lower precision a pass over several tokens rounds otherwise than one over a single token does. The text must
-    have fitted into the context.
+    In lower precision, a pass over several tokens rounds differently from a pass over one. The text must have fitted
+    into the context.
     """
     model, size = engine.model, engine.tokenizer.vocab_size
     prompt, written = list(request.prompt), [token.choice.token for token in request.tokens]

@@ -1,15 +1,15 @@
 """The arithmetic of self-speculation: which drafted tokens are kept, what drafting costs, how many to draft next.
 
-A drafted token is kept with chance a if those before it were. Of d drafted tokens, and the one that the verifying pass
-adds, 1 + a + ... + a^d are kept on average. Drafting one costs c, verifying all d + 1 in one pass v, both as multiples
-of a plain step:
+A drafted token is kept with probability a if all drafted tokens before it were kept. With d drafted tokens and the one
+that the verifying pass adds, a draft yields 1 + a + ... + a^d tokens on average. Drafting a token costs c, and
+verifying all d + 1 in one pass costs v, both as multiples of a plain step:
 
     speedup = (1 - a^(d+1)) / (1 - a) / (d c + v)
 
-Cost is, first, the weights that a pass reads, routers, keys, values and head included: they are known from the trace.
-Where every token takes every block, v is 1: one pass reads every weight once. Where blocks are skipped, d + 1 tokens
-together need more of them than one. How much longer such passes take than their weights say depends on the machine: a
-`Pace`, which is measured once, so that drafting stops where it does not pay by the clock.
+The first estimate of a cost is the weights that a pass reads, including routers, keys, values and head; the trace gives
+them. If every token takes every block, v is 1, since one pass reads every weight once. If blocks are skipped, d + 1
+tokens together need more blocks than one token does. How much slower passes really are depends on the machine. It is
+measured once as a `Pace`, so that drafting stops if it does not pay off in time.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,18 @@ from tokendepth.infer.sampling import Sampler, draw, probabilities
 from tokendepth.trace import Site
 
 FIRST, LONGEST = 4, 8
-"""Drafted tokens: of the first draft where nothing is known of its cost, and of any."""
+"""Tokens in a request's first draft if its cost is unknown, and the most in any draft."""
 FIRST_GUESS, GUESS_WEIGHT = 0.8, 2.0
-"""The acceptance that is expected at first, and how many tokens that guess counts for."""
+"""The acceptance assumed at first, and how many tokens this prior counts for."""
 REMEMBERED = 0.9
-"""What earlier tokens count for after another pass, where the length of the next draft is chosen."""
+"""Decay per pass of the weight of earlier tokens when the next draft's length is chosen."""
 TRIED, SHORTEST_PAUSE, LONGEST_PAUSE = 2, 32, 256
-"""Where drafts do not pay: steps without them, doubled each time, until so many tokens are drafted to try again."""
+"""If drafts do not pay off: tokens in a trial draft, and the shortest (then doubled) and longest pause before one, in
+steps."""
 
 
 def speedup(acceptance: float, length: float, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Over plain decoding, of drafts of `length` tokens; costs as multiples of a plain step.
+    """Speedup over plain decoding with drafts of `length` tokens; costs are multiples of a plain step.
 
     >>> round(speedup(0.9, 6, 0.25), 2)
     2.09
@@ -44,60 +45,60 @@ def speedup(acceptance: float, length: float, draft_cost: float, verify_cost: fl
 
 @dataclass(frozen=True)
 class Pace:
-    """How much longer passes take on a machine, as multiples of a plain step, than the weights that they read say."""
+    """How much slower passes are on this machine than the weights they read suggest, relative to a plain step."""
 
     draft: float = 1.0
     verify: tuple[tuple[int, float], ...] = ((1, 1.0),)
-    """Drafted tokens that are verified, in rising order, and the factor of each."""
+    """Pairs of drafted tokens verified in one pass, ascending, and the factor for it."""
     works: tuple[tuple[float, ...], tuple[float, ...]] | None = None
-    """The share of each site that a draft and a plain step worked on where this was measured: a request goes by them
-    until it has drafted itself."""
+    """Work at each site in a draft and in a plain step of this measurement: what a request assumes until it has made
+    a draft itself."""
 
     def verifying(self, length: float) -> float:
-        """Linear between what is known, flat beyond it."""
+        """Linear between the measured lengths, constant outside them."""
         lengths, factors = zip(*self.verify, strict=True)
         return float(np.interp(length, lengths, factors))
 
 
 class Speculation:
-    """What drafting has come to in one request, and how many tokens to draft next."""
+    """One request's drafting statistics, and the length of its next draft."""
 
     def __init__(self, sites: Sequence[Site], outside: float, pace: Pace | None = None) -> None:
-        """sites: for no keys, so that their FLOPs count weights alone; outside: those of the head; pace: by default,
-        costs are the weights."""
+        """sites: at 0 keys, so that their FLOPs count only weights. outside: FLOPs of the head. pace: the default takes
+        costs from the weights alone."""
         self.pace = pace or Pace()
         self.drafted = self.accepted = self.judged = self.passes = 0
-        """Tokens: drafted; kept; kept or the first of their draft to be rejected. Passes that verified a draft."""
+        """Counts of tokens drafted, kept, and judged (kept, or the first rejected); and of verifying passes."""
         self._fixed = outside + sum(site.always + site.router + site.active * (not site.routed) for site in sites)
         self._routed = np.array([site.active * site.routed for site in sites])
         self._draft_work, self._full_work, self._read = np.zeros(len(sites)), np.zeros(len(sites)), 0
         self._recent = FIRST_GUESS * GUESS_WEIGHT, GUESS_WEIGHT
         self._left, self._pause, self._trying = 0, SHORTEST_PAUSE, False
 
-    # -- what is known
+    # -- statistics
 
     @property
     def acceptance(self) -> float:
-        """The chance that a drafted token is kept if those before it were."""
+        """Probability that a drafted token is kept if those before it were."""
         return self.accepted / self.judged if self.judged else 0.0
 
     @property
     def length(self) -> float:
-        """Of a draft, on average."""
+        """Average tokens per draft."""
         return self.drafted / self.passes if self.passes else 0.0
 
     @property
     def draft_cost(self) -> float:
-        """Weights that drafting a token reads, as a multiple of those of a plain step."""
+        """Weights read to draft one token, as a multiple of those of a plain step."""
         return self.weights(self._mean_draft) / self.weights(self._mean_work)
 
     def verify_cost(self, length: float) -> float:
-        """The same of verifying `length` tokens and one more, if tokens skip independently of each other."""
+        """The same for verifying `length` + 1 tokens, assuming that tokens skip independently of each other."""
         return self.weights(1 - (1 - self._mean_work) ** (length + 1)) / self.weights(self._mean_work)
 
     @property
     def expected_speedup(self) -> float:
-        """Of the drafts so far over plain decoding, by the formula above, at the acceptance and costs so far."""
+        """Speedup of the drafts so far, by the formula above with the observed acceptance and costs."""
         return self._pays(self.acceptance, self.length)
 
     def summary(self) -> str:
@@ -110,7 +111,7 @@ class Speculation:
         )
 
     def weights(self, work: np.ndarray) -> float:
-        """That a pass reads, times two; work: `[site]`, the share of it that is worked on."""
+        """Twice the number of weights that a pass reads; work: `[site]`, the share of each that is computed."""
         return self._fixed + float(self._routed @ work)
 
     @property
@@ -125,10 +126,10 @@ class Speculation:
             return np.array(self.pace.works[1])
         return self._full_work / max(1, self._read)
 
-    # -- what is done
+    # -- drafting
 
     def next_length(self, room: int) -> int:
-        """How many tokens to draft in this step, `room` at most: what pays best at the acceptance of late."""
+        """How many tokens to draft in this step, at most `room`: the fastest choice at the recent acceptance."""
         if room < 1:
             return 0
         if self._left:
@@ -145,18 +146,18 @@ class Speculation:
             self._pause = SHORTEST_PAUSE
             return min(best, room)
         self._left, self._pause, self._trying = self._pause - 1, min(2 * self._pause, LONGEST_PAUSE), True
-        self._recent = GUESS_WEIGHT * accepted / judged, GUESS_WEIGHT  # so that the next trial counts
+        self._recent = GUESS_WEIGHT * accepted / judged, GUESS_WEIGHT  # so that the next trial decides
         return 0
 
     def _pays(self, acceptance: float, length: float) -> float:
-        """The speedup of drafts of `length` tokens here; 0 tokens are a plain step."""
+        """Expected speedup of drafts of `length` tokens; 0 is a plain step."""
         if not length:
             return 1.0
         draft, verify = self.pace.draft * self.draft_cost, self.pace.verifying(length) * self.verify_cost(length)
         return speedup(acceptance, length, draft, verify)
 
     def record(self, accepted: int, draft_work: np.ndarray, full_work: np.ndarray) -> None:
-        """A draft, of which `accepted` tokens were kept: work `[site, drafted]`, and `[site, drafted + 1]` verified."""
+        """Count a draft with `accepted` kept tokens; work: `[site, drafted]`, and `[site, drafted + 1]` verifying."""
         drafted = draft_work.shape[1]
         judged = min(drafted, accepted + 1)
         self.drafted, self.accepted, self.judged = (
@@ -175,9 +176,9 @@ class Speculation:
 
 
 def verdict(logits: Tensor, drafted: Tensor, odds: Sequence[Tensor], sampler: Sampler) -> Tensor:
-    """How many of the tokens `drafted` `[d]` are kept, and the token after them: `[2]`.
+    """`[2]`: how many of the `drafted` `[d]` tokens are kept, and the token that follows them.
 
-    logits: `[d + 1, vocabulary]`, of the verifying pass; odds: what each drafted token was drawn from, if any was.
+    logits: `[d + 1, vocabulary]` from the verifying pass. odds: the distribution of each drafted token, if sampled.
     """
     imagined, rows = sampler.imagined(), []
     for place, row in enumerate(logits):
@@ -198,14 +199,14 @@ def verdict(logits: Tensor, drafted: Tensor, odds: Sequence[Tensor], sampler: Sa
 
 
 def keep_chance(full: Tensor, draft: Tensor) -> Tensor:
-    """The chance to keep each token that was drawn from `draft` where `full` is wanted; both `[n, vocabulary]`.
+    """Probability of keeping each token drawn from `draft` when the target is `full`; both `[n, vocabulary]`.
 
-    With `instead` for those that are not kept, tokens are distributed as if they were drawn from `full`.
+    If rejected tokens are replaced by draws from `instead`, the tokens are distributed as if drawn from `full`.
     """
     return (full / draft.clamp(min=torch.finfo(draft.dtype).tiny)).clamp(max=1)
 
 
 def instead(full: Tensor, draft: Tensor) -> Tensor:
-    """What a token is drawn from where the drafted one was not kept, up to a factor for each row."""
+    """The distribution (unnormalised) of the token that replaces a rejected one."""
     missing = (full - draft).clamp(min=0)
-    return torch.where(missing.sum(-1, keepdim=True) > 0, missing, full)  # nothing is missing but for rounding
+    return torch.where(missing.sum(-1, keepdim=True) > 0, missing, full)  # all zero only by rounding

@@ -1,12 +1,12 @@
-"""The engine: requests that are written at the same time, each in a slot of one cache, a token a step.
+"""The engine: continuous batching. Each request has a slot of one cache and advances by one token per step.
 
     engine = Engine(model, tokenizer, slots=8)
     request = engine.submit(tokenizer.encode("def "), Sampling(temperature=0.8), max_tokens=50)
     for token in engine.stream(request):
         print(token.text, end="")
 
-A request that ends or is cancelled frees its slot, and the next one that waits is admitted at the next step, while the
-others go on. What a request gets does not depend on the others.
+A request that ends or is cancelled frees its slot for the next waiting request, which starts at the next step while the
+others continue. A request's tokens do not depend on the other requests.
 """
 
 import time
@@ -39,7 +39,7 @@ MOST_TOKENS = 10**9
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass over some slots says: what comes next in each, and what was worked on."""
+    """Result of a forward pass over some slots."""
 
     logits: Tensor
     """`[slots, vocabulary]`"""
@@ -53,9 +53,9 @@ def prefill(
     execution: Execution,
     thresholds: Tensor | None = None,
 ) -> Pass:
-    """Read a prompt into each slot of `cache`, which are empty; shorter ones are padded on the right.
+    """Read one prompt into each slot of `cache`, all of them empty; shorter prompts are padded on the right.
 
-    In a `fixed` cache the width is a power of two or the capacity, so that there are few shapes.
+    With a `fixed` cache the width is a power of two or the capacity, to keep the number of shapes small.
     """
     device, lengths = cache.lengths.device, [len(prompt) for prompt in prompts]
     longest = max(lengths)
@@ -68,7 +68,7 @@ def prefill(
     if thresholds is not None:
         thresholds = thresholds.expand(-1, -1, width)
     out = model(ids, execution=execution, cache=cache, valid=valid, thresholds=thresholds, read=last)
-    cache.bound(lengths)  # a pass knows no better than that its padding may count
+    cache.bound(lengths)  # the pass had to assume that padding may count
     return Pass(out.logits[:, 0], out.trace)
 
 
@@ -80,9 +80,9 @@ def decode_one(
     running: Tensor | None = None,
     thresholds: Tensor | None = None,
 ) -> Pass:
-    """One more token for each slot of `cache`: `tokens` `[slots]` are the last ones, which it has not read yet.
+    """Read `tokens` `[slots]`, the last token of each slot of `cache`, and predict the next ones.
 
-    running: `[slots]`, False where a slot rests and its token counts for nothing; None: all run.
+    running: `[slots]`, False for idle slots, whose token is ignored; None: all run.
     """
     valid = None if running is None else running[:, None]
     out = model(tokens[:, None], execution=execution, cache=cache, valid=valid, thresholds=thresholds)
@@ -103,11 +103,11 @@ class Engine:
         fixed: bool | None = None,
         croppable: bool = False,
     ) -> None:
-        """`slots` requests run at once; more wait for their turn.
+        """`slots` requests run at once; further ones wait in a queue.
 
-        `fixed`: every decoding step is over all slots and all columns of the cache, so that its shape never changes:
-        by default on a GPU, where passes of one shape are quickest. Elsewhere only what runs is computed. `croppable`:
-        as of `KVCache`.
+        `fixed`: every decoding step covers all slots and all columns of the cache, so its shape never changes. This is
+        the default on a GPU, where constant shapes are fastest; elsewhere only running requests are computed.
+        `croppable`: see `KVCache`.
         """
         check_range("slots", slots, 1)
         like = model.embedding.weight
@@ -119,25 +119,25 @@ class Engine:
             model.config, slots, context, layers=model.method.cache_layers, like=like.detach(), fixed=self.fixed,
             croppable=croppable,
         )  # fmt: skip
-        # On a GPU all slots as one graph, where nothing is asked of the host meanwhile.
+        # One CUDA graph over all slots, if a step never synchronises with the host.
         self._captures = self.fixed and like.is_cuda and execution == "sparse" and model.can_be_captured
         self._captured = CapturedPass(self._decode_all, self.cache) if self._captures else None
-        # A copy of the weights as products of a few rows want them, where memory is plentiful.
+        # A copy of the weights in the layout that products of few rows need, if there is enough memory.
         size = sum(weight.nbytes for weight in model.parameters())
         plentiful = 4 * size <= memory_bytes(torch.device("cpu"))
         self._matrices = PackedMatrices(model.parameters() if plentiful else ())
-        self._vocabulary = tokenizer.vocab_size  # a model may have more: padding
+        self._vocabulary = tokenizer.vocab_size  # the model's own may be padded to a larger size
         self._slots: list[Request | None] = [None] * slots
         self._waiting: deque[Request] = deque()
 
     # -- requests
 
     def submit(self, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any) -> Request:
-        """Continue `prompt`; arguments as of `prepare`."""
+        """Prepare and enqueue a request; arguments as for `prepare`."""
         return self.enqueue(self.prepare(prompt, sampling, **options))
 
     def enqueue(self, request: Request) -> Request:
-        """It runs as soon as a slot is free."""
+        """The request starts as soon as a slot is free."""
         self._waiting.append(request)
         return request
 
@@ -152,21 +152,20 @@ class Engine:
         rolls: bool = False,
         thresholds: Sequence[float] | None = None,
     ) -> Request:
-        """To continue `prompt` until `max_tokens` (none: until the context is full), a stop string or a stop token.
+        """A checked request to continue `prompt` until `max_tokens`, a stop string or a stop token; not enqueued yet.
 
-        Checked, but not enqueued; that any thread may do while another one steps. rolls: a request that has filled the
-        context begins again with the last half of it, so that a token is computed from half a context at least, and
-        hardly any is computed twice. thresholds: of the method's routed sites, for this request alone; a calibrated
-        budget is such a list.
+        Any thread may call this while another one steps. Without `max_tokens` a request ends when the context is full.
+        rolls: when the context is full, restart from its second half, so that every token sees at least half a context
+        and few are recomputed. thresholds: one per routed site, for this request only, such as a calibrated budget's.
         """
         sampling, ids = sampling or Sampling(), [int(token) for token in prompt]
         context, size = self.model.config.context, self._vocabulary
         if not ids:
             raise UserError("the prompt is empty; give at least one token")
         if len(ids) > context:
-            raise UserError(f"the prompt has {len(ids)} tokens, this model's context {context}; give fewer")
+            raise UserError(f"the prompt has {len(ids)} tokens, but this model's context is {context}; give fewer")
         if wrong := [token for token in (*ids, *sampling.logit_bias, *stop_ids) if not 0 <= token < size]:
-            raise UserError(f"a token is {wrong[0]}; expected 0 to {size - 1}, this model's vocabulary")
+            raise UserError(f"token id {wrong[0]} is out of range; expected 0 to {size - 1}, this model's vocabulary")
         if max_tokens is None:
             max_tokens = MOST_TOKENS if rolls else context
         check_range("tokens", max_tokens, 1, MOST_TOKENS)
@@ -179,12 +178,12 @@ class Engine:
         )  # fmt: skip
 
     def cancel(self, request: Request) -> None:
-        """End it now; one that has ended already stays as it is."""
+        """End the request now; no effect if it has already ended."""
         if request.reason is None:
             self._end(request, "cancelled")
 
     def stream(self, request: Request) -> Iterator[Token]:
-        """Its tokens as they come; other requests go on meanwhile."""
+        """Yield the request's tokens as they are generated; other requests advance, too."""
         given = 0
         while True:
             while given < len(request.tokens):
@@ -210,7 +209,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """A token more for every request that runs, those included that are admitted now; returns them."""
+        """Admit waiting requests, generate a token for every running one, and return the requests that advanced."""
         start = time.perf_counter()
         going_on = [n for n, request in enumerate(self._slots) if request and request.cached < self.cache.capacity]
         beginning = [n for n, request in enumerate(self._slots) if request and n not in going_on]
@@ -228,12 +227,12 @@ class Engine:
         seconds = time.perf_counter() - start
         counts = Counter(each.request for each in found)
         for each in found:
-            if each.request.reason is None:  # what was found beyond a stop is not taken
+            if each.request.reason is None:  # drafted tokens after a stop are dropped
                 self._take(each, seconds / counts[each.request])
         return list(counts)
 
     def _admit(self) -> list[int]:
-        """The slots of the requests that find one now."""
+        """Move waiting requests into free slots; returns those slots."""
         admitted = []
         for slot, taken in enumerate(self._slots):
             if taken is None and self._waiting:
@@ -259,7 +258,7 @@ class Engine:
         return self._chosen(requests, found, rows, [1] * len(slots))
 
     def _decoded(self, cache: KVCache, tokens: Tensor, running: Tensor | None, thresholds: Tensor | None) -> Pass:
-        """As `decode_one`; what a captured pass says is overwritten by the next one."""
+        """As `decode_one`; the result of a captured pass is overwritten by the next one."""
         if self._captured is not None and cache is self.cache:
             return self._captured(tokens, running, thresholds)
         return decode_one(self.model, cache, tokens, self.execution, running, thresholds)
@@ -268,9 +267,9 @@ class Engine:
         return decode_one(self.model, self.cache, tokens, self.execution, running, thresholds)
 
     def _computed(self, slots: list[int]) -> tuple[KVCache, list[int], Tensor | None]:
-        """The cache of a pass for these slots, their rows in it, and which rows run; None: all.
+        """The cache for a pass over these slots, their rows in it, and a mask of running rows (None: all).
 
-        In a `fixed` engine a pass is over all slots, elsewhere over these alone.
+        A `fixed` engine computes all slots in every pass, others only the given ones.
         """
         if slots == self._everyone:
             return self.cache, slots, None
@@ -284,7 +283,7 @@ class Engine:
         return list(range(len(self._slots)))
 
     def _chosen(self, requests: list[Request], found: Pass, rows: Sequence[int], lengths: list[int]) -> list[Found]:
-        """The next token of each request, which has the row `rows` of the pass and `lengths` of its columns."""
+        """The next token of each request; `rows` are their rows in the pass, `lengths` their numbers of columns."""
         logits = found.logits if len(rows) == len(found.logits) else found.logits[list(rows)]
         choices = choose(logits[:, : self._vocabulary], [request.sampler for request in requests])
         trace = on_host(found.trace)
@@ -292,7 +291,7 @@ class Engine:
         return list(map(Found, requests, choices, columns))
 
     def _thresholds(self, slots: Sequence[int]) -> Tensor | None:
-        """`[routed site, slots, 1]`, where a request has its own; those of a resting slot are the method's."""
+        """`[routed site, slots, 1]` if any request has its own thresholds; all other slots get the method's."""
         requests = [self._slots[slot] for slot in slots]
         if all(request is None or request.thresholds is None for request in requests):
             return None

@@ -1,4 +1,4 @@
-"""Continue prompts with a trained run, by the engine: read once, then token by token, all of them at the same time."""
+"""Generate text with a trained run: the engine reads the prompts once, then writes all texts token by token."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,23 +19,27 @@ from tokendepth.runs.run import Run
 from tokendepth.trace import EXECUTIONS, DepthTotals, Execution, add_up
 
 MOST_AT_ONCE = 16
-"""Prompts that are continued at the same time; of more, the others wait."""
+"""Prompts that are continued at the same time; further ones wait."""
 
 
 @dataclass
 class Spending:
-    """What the generated tokens cost; filled in as they come."""
+    """What the generated tokens cost; updated with each token."""
 
     depth: list[DepthTotals] = field(default_factory=list)
+    """For each token, the `DepthTotals` of the positions computed for it."""
     seconds: float = 0.0
+    """Time for all tokens."""
     extra_flops: float = 0.0
-    """Of drafts, and of drafted tokens that were rejected."""
+    """FLOPs of drafts, and of drafted tokens that were rejected."""
 
     def off_budget(self, budget: float) -> str | None:
+        """A sentence if the share of tokens processed is far from `budget`, else None."""
         totals = add_up(self.depth)
         return calibrate.off_budget(budget, totals.active_fraction, totals.tokens)
 
     def summary(self) -> str:
+        """Tokens, tokens per second, active fraction and FLOPs skipped, in one line."""
         totals = add_up(self.depth)
         rate = len(self.depth) / max(self.seconds, 1e-9)
         skipped = totals.flops_skipped - self.extra_flops / totals.flops_dense
@@ -46,7 +50,7 @@ class Spending:
 
 
 class Generation:
-    """Text as it is generated: iterate over its pieces, or ask for all of it.
+    """Text being generated. Iterate over it to stream, or read `.text` for all of it.
 
     >>> generation = td.generate("runs/tsa", "def ", tokens=5, temperature=0)
     >>> "".join(generation) == generation.text
@@ -62,15 +66,15 @@ class Generation:
     def __init__(self, engine: Engine, request: Request, left_out: int = 0) -> None:
         self._engine, self._request = engine, request
         self.left_out = left_out
-        """Tokens at the beginning of the prompt that were not read, because the context is shorter."""
+        """Number of tokens at the start of the prompt that were not read because the context is shorter."""
         self.spending = Spending()
-        """What each token cost so far, and the seconds that all of them took."""
+        """Cost of the tokens so far, a `Spending`."""
 
     def __iter__(self) -> Iterator[str]:
         return (token.text for token in self.tokens())
 
     def tokens(self) -> Iterator[Token]:
-        """Each with its text, its depth at every site, and its log-probability where that was asked for."""
+        """Iterate over the tokens, each a `Token` with its text, depth and, if asked for, log-probability."""
         for number, token in enumerate(self._engine.stream(self._request)):
             if number == len(self.spending.depth):
                 self.spending.depth.append(token.trace.totals())
@@ -80,22 +84,22 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The whole continuation; what is not there yet is generated now."""
+        """The whole generated text; the rest of it is generated now."""
         return "".join(self)
 
     @property
     def reason(self) -> str | None:
-        """Why it ended: `stop` (a stop string) or `length` (as many tokens as were asked for); None: it goes on."""
+        """Why generation ended: `stop` (stop string) or `length` (number of tokens); None before its end."""
         return self._request.reason
 
     @property
     def speculation(self) -> Speculation | None:
-        """What drafting has come to so far, where that was asked for."""
+        """Acceptance and cost of the drafts so far; None without `speculate`."""
         return self._request.speculation
 
     @property
     def sites(self) -> list[str]:
-        """The names of the places where depth is spent, in the order of `token.depth`."""
+        """Names of the sites, in the order of `Token.depth`."""
         return [site.name for site in self._engine.model.method.sites(keys=1)]
 
 
@@ -112,7 +116,7 @@ def generate(
     speculate: bool | float = False,
     **sampling: Any,
 ) -> list[Generation]:
-    """One continuation for each prompt; `sampling` are fields of `Sampling`, `speculate` is as of `td.generate`."""
+    """One continuation for each prompt; `sampling` are fields of `Sampling`, `speculate` is as in `td.generate`."""
     ask = Sampling(temperature, **sampling)
     check_range("tokens", tokens, 1, MOST_TOKENS)
     if execution not in EXECUTIONS:

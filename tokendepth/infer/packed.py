@@ -1,9 +1,10 @@
-"""Whole sequences through a span at library speed: the tokens that take it are packed, on a GPU too.
+"""Forward passes over whole sequences in which the tokens that take a span are packed into dense matrices.
 
-How many take it only the device knows, so a pass is two CUDA graphs: until that is decided, and the rest, with room for
-so many rows. The device tells the number to the host. Where the text alone decides it does so at once, and the host
-launches the second graph while the first one runs; where states decide, the device waits some microseconds for that.
-Sizes of the room are a step apart, so that few graphs serve all texts; rows too many are computed and read by nobody.
+On a GPU only the device knows how many tokens take the span. A pass is therefore two CUDA graphs: one up to the
+decisions, and one for the rest with room for a certain number of rows. The device copies the token count to the host,
+which selects the second graph. If decisions depend only on the text, the count is there early and the second graph is
+launched while the first one runs; otherwise the device idles for some microseconds. Room is rounded up to a few sizes,
+so that few graphs serve all texts; the surplus rows are computed and ignored.
 """
 
 import math
@@ -22,16 +23,16 @@ from tokendepth.ops.launch import LOW_PRECISION, has_triton
 from tokendepth.ops.varlen_attention import flash_takes
 
 STEPS, TILE = 32, 128
-"""The room grows by a 32nd of the tokens, in whole tiles of the library's products."""
+"""Room is a multiple of a 32nd of all tokens, rounded up to whole tiles of cuBLAS."""
 GRAPHS, SHAPES = 8, 8
-"""How many graphs of a shape are kept, one for each size of room, and of how many shapes; each takes memory."""
+"""Graphs kept per input shape (one for each size of room), and shapes kept: every graph takes memory."""
 CAN_BE_GIVEN = {"thresholds", "decisions"}
 UntilDecided = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
-"""As `LanguageModel.until_decided`, with the model as first argument: a copy of a model has its own."""
+"""As `LanguageModel.until_decided`, unbound, so that a copy of a model passes itself."""
 
 
 def packs_on_device(model: LanguageModel) -> bool:
-    """Whether its passes can be packed where its weights are, a GPU."""
+    """Whether packed passes work for this model on the GPU that holds its weights."""
     weight = model.norm.weight
     if not weight.is_cuda or torch.version.hip is not None or not has_triton():
         return False
@@ -40,10 +41,10 @@ def packs_on_device(model: LanguageModel) -> bool:
 
 
 class PackedPass:
-    """Sparse passes over sequences of one shape, without a cache or a gradient.
+    """Sparse forward passes over inputs of one shape, without a cache or gradients.
 
-    `until_decided` and `forward` are the model's own or what a compiler made of them; `given` goes to both with every
-    call. What a call returns is overwritten by the next one.
+    `until_decided` and `forward` are the model's own or compiled versions; both get `given` with every call. Each call
+    overwrites the result of the previous one.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class PackedPass:
         assert packs_on_device(model) or not ids.is_cuda
         self._model, self._until_decided = model, until_decided
         self._forward = model if forward is None else forward
-        with torch.inference_mode(False):  # else later passes could not write to them
+        with torch.inference_mode(False):  # inference tensors could not be written to by later passes
             self._ids, self._given = ids.clone(), {name: part.clone() for name, part in given.items()}
-            # How many tokens take the span; -1 from the beginning of a pass until the device has told it.
+            # Tokens that take the span; -1 until the device has written the number.
             self._host_count = torch.zeros((), dtype=torch.long, pin_memory=ids.is_cuda)
         self._step = TILE * math.ceil(ids.numel() / STEPS / TILE)
         self._beside = torch.cuda.Stream(ids.device) if ids.is_cuda and model.method.decides_by_text else None
-        # Second graphs share memory, since only the last result is read; what they read of the first is kept alive.
+        # Second graphs share memory, since only the latest result is read; `_scored` keeps their inputs alive.
         self._pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None
         self._first: Callable[[], object] | None = None
         self._scored: tuple[Tensor, Tensor] | None = None
@@ -78,7 +79,7 @@ class PackedPass:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __call__(self, ids: Tensor | None = None, **given: Tensor) -> Output:
-        with torch.cuda.device_of(self._ids):  # graphs are captured on the current device
+        with torch.cuda.device_of(self._ids):  # capture uses the current device
             if ids is not None:
                 self._ids.copy_(ids)
             for name, part in given.items():
@@ -87,7 +88,7 @@ class PackedPass:
             return self._end(self.room_for(self._count()))
 
     def forget(self) -> None:
-        """Free the memory of its graphs; one of them may be running yet."""
+        """Free the memory of the graphs, after waiting for those still running."""
         if self._ids.is_cuda:
             torch.cuda.synchronize(self._ids.device)
             self._pool = torch.cuda.graph_pool_handle()
@@ -97,15 +98,15 @@ class PackedPass:
 
     def _begin(self) -> None:
         if self._first is None:
-            this = weakref.proxy(self)  # a graph keeps what it calls: this one is free as soon as nobody has it
+            this = weakref.proxy(self)  # else the captured function would keep this object alive
             self._first = captured(lambda: this._decide(), self._ids.device, pool=self._pool)
-        if self._host_count < 0:  # a pass before was interrupted, and may tell its number yet
+        if self._host_count < 0:  # an interrupted pass may still write its count
             torch.cuda.synchronize(self._ids.device)
         self._host_count.fill_(-1)
         self._first()
 
     def _decide(self) -> None:
-        """On a GPU the text decides on a branch of the graph: blocks need not wait for it, nor it for them."""
+        """On a GPU, decisions by text run in a parallel branch of the graph, so they and the blocks need not wait."""
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream())
         if self._model.method.decides_by_text:
@@ -119,7 +120,7 @@ class PackedPass:
             torch.cuda.current_stream().wait_stream(self._beside)
 
     def _count(self) -> int:
-        """As soon as it is told; by the end of the first part it is."""
+        """Wait for the token count, which is there at the latest when the first graph has ended."""
         while self._host_count < 0 and not torch.cuda.current_stream(self._ids.device).query():
             pass
         assert self._host_count >= 0
@@ -133,7 +134,7 @@ class PackedPass:
                 del self._graphs[oldest], self._found[oldest]
             this = weakref.proxy(self)
             graph = captured(lambda: this._rest(room), self._ids.device, pool=self._pool)
-        self._graphs[room] = graph  # the last used stands last
+        self._graphs[room] = graph  # most recently used last
         graph()
         return self._found[room]
 
@@ -143,9 +144,9 @@ class PackedPass:
 
 
 class PackedPasses(Wrapped):
-    """A compiled model whose sparse passes over whole sequences are packed; all others are as they were compiled.
+    """A compiled model whose sparse passes over whole sequences are packed; other passes use the compiled model.
 
-    Such a pass is CUDA graphs of its own, so it cannot be captured in another one.
+    A packed pass consists of CUDA graphs, so it cannot be captured in another one.
     """
 
     def __init__(
@@ -171,10 +172,10 @@ class PackedPasses(Wrapped):
             return self.unpacked(ids, execution=execution, **given)
         if self._weights != self._places():
             self._forget()
-        if not self._packs:  # its weights were moved to another device, or are of another type now
+        if not self._packs:  # the weights have since moved to another device or changed type
             return self.unpacked(ids, execution=execution, **given)
         if ids.is_cuda and self._stream != (stream := torch.cuda.current_stream(ids.device)):
-            torch.cuda.synchronize(ids.device)  # a pass on another stream may be running yet, and share memory
+            torch.cuda.synchronize(ids.device)  # a pass on another stream may still run, and shares memory
             self._stream = stream
         found = self._pass(ids, given)(ids, **given)
         trace = replace(found.trace, work=found.trace.work.clone(), fewer_keys=found.trace.fewer_keys.clone())
@@ -188,11 +189,11 @@ class PackedPasses(Wrapped):
             if len(self._passes) == SHAPES:
                 self._passes.pop(next(iter(self._passes))).forget()
             found = PackedPass(self.original, ids, self._until_decided, self.unpacked, **given)
-        self._passes[kind] = found  # the last used stands last
+        self._passes[kind] = found  # most recently used last
         return found
 
     def _places(self) -> tuple[int, int]:
-        """Where weights are that are moved whenever a model is: graphs read the places that they were captured with."""
+        """Addresses of weights, which change if the model is moved: graphs read the addresses at capture."""
         return self.original.norm.weight.data_ptr(), self.original.embedding.weight.data_ptr()
 
     def _forget(self) -> None:
@@ -203,12 +204,12 @@ class PackedPasses(Wrapped):
         self._weights, self._packs = self._places(), packs_on_device(self.original) or not weight.is_cuda
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, whose weights are elsewhere."""
+        """Copies have their own weights, so they cannot use these graphs."""
         return {**self.__dict__, "_passes": {}, "_stream": None}
 
 
 def by_itself(model: LanguageModel) -> LanguageModel:
-    """The same compiled model with graphs of its own, for passes of many shares in turns, lest they drop graphs."""
+    """The same compiled model with its own graphs: alternating between active fractions would evict shared ones."""
     if not isinstance(model, PackedPasses):
         return model
     return PackedPasses(model.original, model.unpacked, model._until_decided)  # pyright: ignore[reportReturnType]

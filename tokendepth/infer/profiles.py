@@ -1,4 +1,4 @@
-"""What was measured once on this machine and is remembered in the cache folder."""
+"""Timings of this machine, measured once and stored in the cache folder."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from tokendepth.runs.files import disk_faults, make_folder, read_sealed, write_s
 from tokendepth.runs.machine import describe_device
 from tokendepth.runs.shapes import COUNT, Object, problem
 
-VERSION = 2  # of a file of profiles; 1 had no seal
+VERSION = 2  # of the profile file; version 1 had no checksum
 
 
 def remembered(
@@ -28,9 +28,9 @@ def remembered(
     *,
     again: bool = False,
 ) -> dict[str, Any]:
-    """What `measure` says, measured once for this device, this version of torch, this shape of model and `key`.
+    """The result of `measure`, stored by device, torch version, model shape and `key`.
 
-    kind: what a profile looks like. A damaged file is measured again.
+    kind: the schema of a profile. If the file is damaged, it is measured again.
     """
     path = cache_folder() / file
     name = json.dumps([describe_device(model.norm.weight.device), torch.__version__, _shape(model), *key])
@@ -41,7 +41,7 @@ def remembered(
     try:
         with disk_faults(path):
             make_folder(path.parent)
-        # Read anew: another process may have added its own meanwhile.
+        # Read again: another process may have added a profile in the meantime.
         write_sealed(path, {"version": VERSION, "profiles": {**_kept(path, kind), name: found}})
     except UserError as error:
         line = f"{path} could not be written, so this is measured again next time: {str(error).splitlines()[0]}"
@@ -60,6 +60,6 @@ def _kept(path, kind: Object) -> dict[str, Any]:
 
 
 def _shape(model: LanguageModel) -> list:
-    form = [type(model).__name__, str(model.norm.weight.dtype)]  # a compiled model has a type of its own
+    form = [type(model).__name__, str(model.norm.weight.dtype)]  # a compiled model has another type
     knobs = dataclasses.asdict(model.method.config)  # pyright: ignore[reportArgumentType] - each is a dataclass
     return [__version__, *form, type(model.method).__name__, knobs, *dataclasses.astuple(model.config)]

@@ -1,4 +1,4 @@
-"""What the engine writes: requests, their tokens, and what each token took."""
+"""Requests to the engine, and the tokens generated for them with their cost."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -15,31 +15,32 @@ Reason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token, and what it took."""
+    """A generated token and its cost."""
 
     choice: Choice
+    """Its id and log-probability, a `Choice`."""
     text: str
-    """What it adds to the text that is shown; nothing while a character or what may be a stop string is not whole."""
+    """What it adds to the text; empty while a character, or a possible stop string, is incomplete."""
     trace: DepthTrace
-    """Of the positions that were computed for it, `[site, 1, position]`: its predecessor, or a whole prompt."""
+    """`DepthTrace` of the positions computed for it, `[site, 1, position]`: its predecessor, or a whole prompt."""
     seconds: float
-    """Its share of the step that made it, in which every other running request advanced too."""
+    """Its share of the time of its step, in which all running requests advance."""
     extra_flops: float = 0.0
-    """Executed beside those of `trace`: drafts, and drafted tokens that were rejected."""
+    """FLOPs not in `trace`: drafts, and drafted tokens that were rejected."""
 
     @property
     def depth(self) -> list[float]:
-        """The work of each site at the position that predicted it."""
+        """Work at each site, at the position that predicted the token."""
         return self.trace.work[:, 0, -1].tolist()
 
     @property
     def active_fraction(self) -> float:
-        """Of the routed sites, how many worked at the position that predicted it."""
+        """Share of the routed sites that processed the position that predicted the token."""
         return self._totals().active_fraction
 
     @property
     def flops_share(self) -> float:
-        """FLOPs at that position, as a share of those of the same blocks with nothing skipped and no routers."""
+        """FLOPs at that position, relative to the same blocks with nothing skipped and no routers."""
         return 1 - self._totals().flops_skipped
 
     def _totals(self) -> DepthTotals:
@@ -48,7 +49,7 @@ class Token:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to be continued. `Engine.submit` makes one; `tokens` and `reason` are filled in as it is written."""
+    """A prompt to continue. `Engine.submit` makes one and fills in `tokens` and `reason` during generation."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -59,13 +60,13 @@ class Request:
     shown: ShownText
     tokens: list[Token] = field(default_factory=list)
     reason: Reason | None = None
-    """Why it ended: a stop string or token, as many tokens as were asked for or as fit, or it was cancelled."""
+    """Why it ended: a stop string or token, the token limit or a full context, or cancellation."""
     ids: list[int] = field(default_factory=list)
-    """The prompt and what was generated."""
+    """The prompt followed by the generated tokens."""
     cached: int = 0
-    """How many of them its slot holds."""
+    """How many of `ids` are in its slot of the cache."""
     speculation: Speculation | None = None
-    """Of a `SpeculativeEngine`: what drafting has come to so far."""
+    """With a `SpeculativeEngine`: its drafting statistics so far."""
 
     @property
     def text(self) -> str:
@@ -73,12 +74,12 @@ class Request:
 
 
 class Found(NamedTuple):
-    """A token that a step found for a request."""
+    """A token chosen for a request in a step."""
 
     request: Request
     choice: Choice
     trace: DepthTrace
-    """Of the columns that were read for it."""
+    """Trace of the positions read for it."""
     extra_flops: float = 0.0
 
 
@@ -88,6 +89,6 @@ def on_host(trace: DepthTrace) -> DepthTrace:
 
 
 def columns_of(trace: DepthTrace, row: int, begin: int, end: int) -> DepthTrace:
-    """The trace of some tokens of one sequence, none of them padding."""
+    """The trace of the tokens `begin` to `end` of one sequence, none of them padding."""
     fewer = None if trace.fewer_keys is None else trace.fewer_keys[row : row + 1]
     return replace(trace, work=trace.work[:, row : row + 1, begin:end], valid=None, fewer_keys=fewer)

@@ -1,8 +1,8 @@
-"""Which token comes next, of a model's logits and of what a request asks for.
+"""Sampling the next token from a model's logits.
 
-In this order: repetition penalty, presence and frequency penalty, bias; then the likeliest token (temperature 0), or
-temperature, top-k, top-p and min-p, and a draw from what is left. Every request draws with dice of its own, one number
-for each token, so that what it writes does not depend on what else is in the batch.
+The order is: repetition penalty, presence and frequency penalty, bias; then the most likely token (temperature 0), or
+temperature, top-k, top-p and min-p, and a draw from the remaining tokens. Every request has its own random generator
+and draws one number per token, so its text does not depend on other requests in the batch.
 """
 
 import copy
@@ -18,39 +18,39 @@ from tokendepth.config import LARGEST_SEED
 from tokendepth.errors import UserError
 
 LOWEST_TEMPERATURE = 0.001
-"""Logits are divided by it, and far below they would not stay finite."""
+"""Logits are divided by the temperature; far smaller values would make them infinite."""
 LOWEST_PENALTY = 0.01
-"""As above: what is divided by it stays finite."""
+"""Keeps logits finite, as above."""
 MOST_LOGPROBS = 20
 LARGEST_BIAS = 100
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request's tokens are chosen; where the OpenAI API has a parameter, it is named and defined as there."""
+    """Sampling parameters. Those that the OpenAI API has are named and defined as there."""
 
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """0 always picks the most likely token."""
     top_k: int = 0
-    """Only so many of the likeliest tokens; 0: all."""
+    """Only this many of the most likely tokens; 0: all."""
     top_p: float = 1.0
-    """Only the fewest likeliest tokens that have this probability together."""
+    """Only the smallest set of most likely tokens whose probabilities add up to this."""
     min_p: float = 0.0
-    """Only tokens at least this probable, as a share of the likeliest one's probability."""
+    """Only tokens at least this probable, relative to the most likely one."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that were there, prompt included, are divided by it, negative ones multiplied."""
+    """Divides positive and multiplies negative logits of tokens that already occurred, including the prompt."""
     presence_penalty: float = 0.0
-    """Taken off the logit of a token that was generated before."""
+    """Subtracted from the logit of every token generated before."""
     frequency_penalty: float = 0.0
-    """Taken off the logit of a token for every time that it was generated before."""
+    """Subtracted from a token's logit once for each time it was generated before."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
     seed: int = 0
     """Fixes the draws."""
     logprobs: int | None = None
-    """Log-probabilities of the chosen token and of so many of the likeliest; None: of none.
+    """Return log-probabilities of the chosen token and of this many of the most likely ones; None: of none.
 
-    They are the model's own, before anything above is applied to them.
+    They are the model's own, before any of the above is applied.
     """
 
     def __post_init__(self) -> None:
@@ -72,16 +72,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Choice:
-    """One chosen token, and what the model thought of it."""
+    """A chosen token and its log-probability."""
 
     token: int
+    """Its id."""
     logprob: float | None = None
+    """Its log-probability; None without `logprobs`."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens with their log-probabilities, where they were asked for."""
+    """The most likely token ids with their log-probabilities; empty without `logprobs`."""
 
 
 class Sampler:
-    """What one request asks for, and what its next token depends on beside the logits: dice and the tokens so far."""
+    """A request's sampling state: its parameters, random generator and the tokens so far."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self.sampling = sampling
@@ -98,24 +100,24 @@ class Sampler:
             self._bias[[*sampling.logit_bias]] = torch.tensor(values, device=device)
 
     def imagined(self) -> "Sampler":
-        """A copy to take note of tokens that may not be kept; it shares the dice."""
+        """A copy that can note drafted tokens without changing the original; it shares the random generator."""
         other = copy.copy(self)
         other._seen, other._counts = (part if part is None else part.clone() for part in (self._seen, self._counts))
         return other
 
     def draw(self) -> float:
-        """The next number in [0, 1)."""
+        """The next random number in [0, 1)."""
         return float(torch.rand((), generator=self._dice, dtype=torch.float64))
 
     def note(self, token: int | Tensor) -> None:
-        """This token was generated; `[1]`, where it is known to the device alone."""
+        """Record a generated token; a tensor `[1]` avoids a device synchronisation."""
         if self._seen is not None:
             self._seen[token] = True
         if self._counts is not None:
             self._counts[token] += 1
 
     def adjusted(self, logits: Tensor) -> Tensor:
-        """`[vocabulary]` with penalties and bias."""
+        """The logits `[vocabulary]` with penalties and bias applied."""
         ask = self.sampling
         if self._seen is not None:
             scaled = torch.where(logits > 0, logits / ask.repetition_penalty, logits * ask.repetition_penalty)
@@ -126,7 +128,7 @@ class Sampler:
 
 
 def choose(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
-    """The next token of each row of `logits` `[n, vocabulary]`, by that row's sampler, which takes note of it."""
+    """Choose the next token for each row of `logits` `[n, vocabulary]` with that row's sampler, which records it."""
     logits = logits.float()
     tokens, _ = pick(logits, samplers)
     chosen = tokens.tolist()
@@ -136,7 +138,7 @@ def choose(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
 
 
 def pick(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, Tensor | None]:
-    """As `choose`, left on the device and not noted: tokens `[n]`, and what they were drawn from if any was drawn."""
+    """As `choose`, but not recorded, and left on the device: tokens `[n]`, and their distributions if any was drawn."""
     asks = [sampler.sampling for sampler in samplers]
     adjusted = torch.stack([sampler.adjusted(row) for sampler, row in zip(samplers, logits.float(), strict=True)])
     tokens = adjusted.argmax(-1)
@@ -149,18 +151,18 @@ def pick(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, Tensor | 
 
 
 def probabilities(logits: Tensor, asks: Sequence[Sampling]) -> Tensor:
-    """`[n, vocabulary]`: what tokens are drawn from, after temperature, top-k, top-p and min-p."""
+    """Probabilities `[n, vocabulary]` after temperature, top-k, top-p and min-p."""
     found = (logits / _column(logits, [ask.temperature or 1.0 for ask in asks])).softmax(-1)
     size = logits.shape[-1]
     if any(ask.top_k or ask.top_p < 1 for ask in asks):
-        index = logits.argsort(descending=True, stable=True)  # rounding makes equals of some probabilities
+        index = logits.argsort(descending=True, stable=True)  # rounding makes some probabilities equal
         ordered = found.gather(1, index)
         most = _column(logits, [ask.top_k or size for ask in asks])
         rank = torch.arange(size, device=logits.device)
         ordered = ordered * (rank < most)
         ordered = ordered / ordered.sum(-1, keepdim=True)
         mass = _column(logits, [ask.top_p if ask.top_p < 1 else math.inf for ask in asks])
-        before = ordered.cumsum(-1) - ordered  # a token is in while those before it do not have that much
+        before = ordered.cumsum(-1) - ordered  # keep a token while those before it sum to less than top_p
         found = torch.zeros_like(found).scatter(1, index, ordered * ((before < mass) | (rank == 0)))
     if any(ask.min_p for ask in asks):
         least = _column(logits, [ask.min_p for ask in asks]) * found.amax(-1, keepdim=True)
@@ -169,16 +171,16 @@ def probabilities(logits: Tensor, asks: Sequence[Sampling]) -> Tensor:
 
 
 def draw(probability: Tensor, numbers: Tensor) -> Tensor:
-    """`[n]`: the token at which the sum of `probability` `[n, vocabulary]` passes each of `numbers`, in [0, 1)."""
+    """`[n]`: the token at which the cumulative `probability` `[n, vocabulary]` exceeds each of `numbers`, in [0, 1)."""
     sums = probability.double().cumsum(-1)
     total = sums[:, -1:].contiguous()
     found = torch.searchsorted(sums, numbers[:, None] * total, right=True)
-    last = torch.searchsorted(sums, total)  # rounding must not reach tokens beyond the last that has a probability
+    last = torch.searchsorted(sums, total)  # rounding must not select a token of probability 0 at the end
     return torch.minimum(found, last)[:, 0]
 
 
 def with_logprobs(logits: Tensor, chosen: list[int], asks: Sequence[Sampling]) -> list[Choice]:
-    """The `chosen` token of each row, with the log-probabilities that were asked for."""
+    """The `chosen` token of each row with the requested log-probabilities."""
     if all(ask.logprobs is None for ask in asks):
         return [Choice(token) for token in chosen]
     logprobs = logits.log_softmax(-1)
@@ -193,5 +195,5 @@ def with_logprobs(logits: Tensor, chosen: list[int], asks: Sequence[Sampling]) -
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    """`[n, 1]`: one number for each row."""
+    """`[n, 1]`: one number per row."""
     return torch.tensor(values, device=like.device)[:, None]

@@ -1,12 +1,12 @@
-"""Self-speculation: a model drafts tokens with most of its blocks skipped, and verifies them in one ordinary pass.
+"""Self-speculation: a model drafts tokens with most of its blocks skipped and verifies them in one ordinary pass.
 
     engine = SpeculativeEngine(model, tokenizer, draft_thresholds(model, run), slots=1)
 
-The draft is the same model with other thresholds, so there is no second set of weights, and it writes into the same
-slots of the cache: before a draft is verified, each sequence is set back to where it was, and the verifying pass
-overwrites what the draft has left. Every token that a request gets is the verifying pass's, with its depth and its
-log-probabilities: at temperature 0 the tokens of plain decoding, else drawn from the same distribution, though not the
-same tokens for the same seed. `drafting.py` has the rules and the arithmetic, docs/SPECULATION.md what to expect.
+The draft model is the same model with other thresholds, so there is no second set of weights. It writes into the same
+slots of the cache; before a draft is verified, each sequence is rewound, and the verifying pass overwrites the draft's
+entries. Every token comes from the verifying pass, with its depth and log-probabilities. At temperature 0 the tokens
+are those of plain decoding; otherwise they are drawn from the same distribution, but the same seed gives other tokens.
+The rules and the arithmetic are in `drafting.py`, results in docs/SPECULATION.md.
 """
 
 import math
@@ -40,7 +40,7 @@ from tokendepth.trace import DepthTrace, Execution
 Result = TypeVar("Result")
 
 PROMPT, TIMED, REPEATS = 64, (1, 4, LONGEST), 5
-"""Of timing passes: tokens that are read first, drafted tokens that are verified, and how often."""
+"""For timing: prompt tokens, numbers of drafted tokens to verify, and repetitions."""
 FACTORS = Kind(
     "lengths and factors",
     lambda value: (
@@ -54,7 +54,7 @@ PACE = Object(needed={"draft": POSITIVE, "verify": FACTORS, "draft_work": WORK, 
 
 
 class _Draft:
-    """Of one request in one step: so many tokens to draft, and what they were drawn from."""
+    """One request's draft in one step: how many tokens, and the distributions they are drawn from."""
 
     def __init__(self, slot: int, request: Request, length: int) -> None:
         self.slot, self.request, self.length = slot, request, length
@@ -65,28 +65,28 @@ class _Draft:
 
 
 class SpeculativeEngine(Engine):
-    """An engine whose requests draft, each as many tokens as pay for it; a step writes one token or more."""
+    """An engine whose requests draft as many tokens as pay off; a step generates one or more tokens per request."""
 
     def __init__(self, model: LanguageModel, tokenizer: Tokenizer, draft: Sequence[float], **options: Any) -> None:
-        """draft: the thresholds of a draft, one for each routed site; options as of `Engine`."""
+        """draft: thresholds for drafting, one per routed site. options: as for `Engine`."""
         super().__init__(model, tokenizer, croppable=True, **options)
         self._draft_thresholds = torch.tensor(list(draft), device=self.cache.lengths.device)[:, None, None]
         self._sites = model.method.sites(keys=0)
         self._width = min(self.cache.capacity, LONGEST + 1)
         self._captured_verifying = CapturedPass(self._verify_all, self.cache, self._width) if self._captures else None
         self.pace = Pace()
-        """What costs are multiplied by; `take_pace` sets that of this machine."""
+        """Factors for the estimated costs; `take_pace` measures those of this machine."""
 
     def prepare(self, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any) -> Request:
         request = super().prepare(prompt, sampling, **options)
         request.speculation = Speculation(self._sites, self.model.head_flops, self.pace)
         return request
 
-    # -- what passes take here
+    # -- timing
 
     def take_pace(self, *, show: bool = False) -> None:
-        """Let requests go by what passes take on this machine: measured at the first time, then remembered."""
-        slots = len(self._slots) if self.fixed else 1  # of a fixed engine all slots are computed in every pass
+        """Use measured pass times of this machine; they are measured once and stored."""
+        slots = len(self._slots) if self.fixed else 1  # a fixed engine computes all slots in every pass
         own, draft = self.model.method.thresholds, self._draft_thresholds.flatten().tolist()
 
         def measure() -> dict[str, Any]:
@@ -99,7 +99,7 @@ class SpeculativeEngine(Engine):
 
     @torch.no_grad()
     def _measured_pace(self) -> dict[str, Any]:
-        """Of steps over the same text, which are set back after each; an engine that is idle stays so."""
+        """Time steps at the same position, rewinding after each; the engine is idle before and after."""
         assert self.idle
         room = self.cache.capacity - 1
         lengths = [length for length in TIMED if length < room]
@@ -110,7 +110,7 @@ class SpeculativeEngine(Engine):
         dice = torch.Generator().manual_seed(0)
         prompt = torch.randint(self._vocabulary, (min(PROMPT, room - longest),), generator=dice).tolist()
         request = self.submit(prompt, Sampling(0.0), max_tokens=room + 1)
-        request.stop_ids = frozenset()  # it is to go on, whatever it writes
+        request.stop_ids = frozenset()  # it must not stop, whatever it generates
         self.step()
         slot = self._slots.index(request)
 
@@ -161,15 +161,15 @@ class SpeculativeEngine(Engine):
         return self._kept(drafts, tokens, traces, *self._verified(drafts, tokens))
 
     def _length(self, request: Request) -> int:
-        """How many tokens the request drafts now: there has to be room for them and for one more."""
+        """How many tokens the request drafts now; there must be room for one more."""
         assert request.speculation is not None
         room = min(self.cache.capacity - request.cached, request.max_tokens - len(request.tokens))
         return request.speculation.next_length(room - 1)
 
     def _drafted(self, drafts: list[_Draft]) -> tuple[Tensor, list[DepthTrace]]:
-        """`[draft, longest + 1]`: the last token of each request, and those drafted after it, left on the device.
+        """`[draft, longest + 1]`, on the device: each request's last token and the tokens drafted after it.
 
-        And the trace of each drafting pass.
+        Also returns the trace of each drafting pass.
         """
         longest, device = max(draft.length for draft in drafts), self.cache.lengths.device
         tokens = torch.tensor([[draft.request.ids[-1], *[0] * longest] for draft in drafts], device=device)
@@ -188,14 +188,14 @@ class SpeculativeEngine(Engine):
                 drafts[n].rows.append(row)
                 if odds is not None:
                     drafts[n].odds.append(odds[number])
-            # Copied, since a captured pass writes to the same place every time.
+            # Copied, since a captured pass overwrites its result every time.
             traces.append(replace(found.trace, work=found.trace.work.clone()))
         return tokens, traces
 
     def _verified(self, drafts: list[_Draft], tokens: Tensor) -> tuple[Output, list[int]]:
-        """One pass over `tokens` at the requests' own thresholds, and the row of each draft in it.
+        """One pass over `tokens` with the requests' own thresholds, and the row of each draft in it.
 
-        In a `fixed` engine its width is always the same, and so it can be captured.
+        A `fixed` engine always uses the same width, so that the pass can be captured.
         """
         slots, device = [draft.slot for draft in drafts], tokens.device
         cache, rows, _ = self._computed(slots)
@@ -218,7 +218,7 @@ class SpeculativeEngine(Engine):
     def _kept(
         self, drafts: list[_Draft], tokens: Tensor, traces: list[DepthTrace], out: Output, rows: list[int]
     ) -> list[Found]:
-        """Each draft up to the first token that is rejected, and what comes instead of it or after the last one."""
+        """Accept each draft up to its first rejected token; add the token that replaces it or follows the last one."""
         logits = [
             out.logits[row, : draft.length + 1, : self._vocabulary].float()
             for row, draft in zip(rows, drafts, strict=True)
@@ -246,13 +246,13 @@ class SpeculativeEngine(Engine):
         return found
 
     def _rewind(self, drafts: list[_Draft], read: list[int]) -> None:
-        """Set each sequence back to what it held before this step, and `read` tokens more."""
+        """Rewind each sequence to its length before this step plus `read` tokens."""
         lengths = [draft.request.cached + count for draft, count in zip(drafts, read, strict=True)]
         self.cache.of([draft.slot for draft in drafts]).rewind(lengths)
 
 
 def _work(traces: Sequence[DepthTrace]) -> np.ndarray:
-    """`[site, token]`"""
+    """Work of single-token traces: `[site, token]`."""
     return np.concatenate([trace.work[:, 0] for trace in traces], 1)
 
 
@@ -261,7 +261,7 @@ def _rows(values: Tensor, rows: list[int]) -> Tensor:
 
 
 def _spread(values: Tensor, rows: list[int], count: int) -> Tensor:
-    """`values` at these of `count` rows, zeros elsewhere."""
+    """Scatter `values` into these of `count` rows; the others are zero."""
     if rows == list(range(count)):
         return values
     spread = values.new_zeros((count, *values.shape[1:]))
@@ -279,7 +279,7 @@ def engine_for(
     execution: Execution = "sparse",
     slots: int,
 ) -> Engine:
-    """The engine of a run's model, which drafts where `speculate` is True or names the share of a draft."""
+    """An engine for a run's model; it drafts if `speculate` is True or the share of a draft."""
     if speculate is False:
         return Engine(model, tokenizer, slots=slots, execution=execution)
     if execution != "sparse":
@@ -290,7 +290,7 @@ def engine_for(
     return engine
 
 
-# --- what a draft is --------------------------------------------------------------------------------------------------
+# --- draft thresholds -------------------------------------------------------------------------------------------------
 
 
 def draft_thresholds(
@@ -301,11 +301,11 @@ def draft_thresholds(
     budget: float | None = None,
     show: bool = False,
 ) -> list[float]:
-    """Thresholds at which the model of `run` drafts for a verification at `budget`, by default the run's own.
+    """Thresholds with which the model of `run` drafts for verification at `budget` (default: the run's own).
 
-    share: of the tokens that the routed blocks work on, where the method has such a budget; elsewhere of the routed
-    blocks, the first of which work on every token, as in an early exit. At 0 all of them are skipped. None: the
-    method's own choice.
+    share: if the method has a calibrated budget, the share of tokens that the routed blocks process; otherwise the
+    share of routed blocks that run, which are the first ones, as in an early exit. 0 skips all routed blocks. None:
+    the method's default.
     """
     method, dial = model.method, model.method.dial(model.config, model.method.config)
     sites, name = sum(site.routed for site in method.sites(keys=1)), method_name(run.config.method)
@@ -328,12 +328,12 @@ def draft_thresholds(
 
 
 def _calibrated(model: LanguageModel, run: Run, share: float, show: bool) -> list[float]:
-    """As for any other budget; the model keeps its own thresholds."""
+    """Thresholds calibrated for `share`, without changing the model's own."""
     own = model.method.thresholds
     try:
         calibrate.set_budget(model, run, share, show=show)
         return model.method.thresholds
-    except UserError:  # its text is not here, or is another one by now
+    except UserError:  # the training text is missing or has changed
         remedy = f"tokendepth calibrate {run.path} --budget {share:g} --corpus text:PATH, or draft with --speculate 0"
         raise UserError(f"{run.path} has no thresholds for drafts at {share:g}; find them: {remedy}") from None
     finally:

@@ -1,4 +1,4 @@
-"""The text of a generation as it may be shown: up to a stop string, and never a part of one."""
+"""Streaming text up to a stop string, without ever showing a part of one."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from tokendepth.errors import UserError
 
 
 class ShownText:
-    """Tokens to text as they come. What may be the beginning of a stop string waits until it is none.
+    """Converts tokens to text as they arrive. A possible beginning of a stop string is held back until it is none.
 
-    Of several stop strings the one that is complete first ends the text; of those that end together, the longest.
+    The stop string that is complete first ends the text; if several end at the same place, the longest.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -20,11 +20,11 @@ class ShownText:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """What can be shown since the token before."""
+        """The new text that can be shown after this token."""
         return self._shown(self._stream.add(token))
 
     def end(self) -> str:
-        """What still waits, where no stop string ended the text."""
+        """The text still held back, unless a stop string ended the text."""
         if self.stopped:
             return ""
         last = self._shown(self._stream.end())

@@ -1,4 +1,4 @@
-"""A trained model together with its tokenizer: text or ids in, logits and a trace out."""
+"""A trained model with its tokenizer: text or token ids in, logits and a trace out."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,10 +21,9 @@ Ids = Tensor | Sequence[int]
 
 
 class TextModel(nn.Module):
-    """A trained model that is called on text or on ids.
+    """A trained model that takes text or token ids.
 
-    `network` is the `LanguageModel` itself, `tokenizer` turns text into ids and back. It is an ordinary torch module:
-    `.to("cuda")` and `.bfloat16()` work as usual.
+    `TextModel` is an ordinary torch module: call it like a function; `.to("cuda")` and `.bfloat16()` work as usual.
 
     >>> model = td.load("runs/tsa")
     >>> out = model("def depth(token):")
@@ -36,11 +35,14 @@ class TextModel(nn.Module):
 
     def __init__(self, network: LanguageModel, tokenizer: Tokenizer) -> None:
         super().__init__()
-        self.network, self.tokenizer = network, tokenizer
+        self.network = network
+        """The underlying `LanguageModel`."""
+        self.tokenizer = tokenizer
+        """Converts text to ids and back: `encode`, `decode`."""
 
     @classmethod
     def of(cls, run: Run, device: str = "auto", budget: float | None = None) -> "TextModel":
-        """The model of a finished run, at its own budget or at another one that it was trained for."""
+        """The model of a finished run; what `load` calls."""
         network = load_model(run, choose_device(device, "device"))
         if budget is not None:
             calibrate.set_budget(network, run, budget)
@@ -52,10 +54,10 @@ class TextModel(nn.Module):
 
     @torch.no_grad()
     def forward(self, inputs: Texts | Ids, *, execution: Execution = "sparse") -> Output:
-        """Logits `[batch, time, vocabulary]` and the trace; by default what the routers skip is not computed.
+        """What a call does: compute an `Output`. By default, skipped blocks are not computed.
 
-        One text, several texts (shorter ones are padded on the right; `trace.valid` says where), one sequence of ids,
-        or a tensor of ids `[batch, time]`.
+        `inputs` is a text, several texts (shorter ones are padded on the right, as `trace.valid` shows), a sequence of
+        ids, or a tensor of ids `[batch, time]`.
         """
         if execution not in EXECUTIONS:
             raise UserError(f"execution is {execution!r}; expected one of {', '.join(EXECUTIONS)}")
@@ -63,7 +65,7 @@ class TextModel(nn.Module):
         return self.network(ids, execution=execution, **({} if valid.all() else {"valid": valid}))
 
     def batch(self, inputs: Texts | Ids) -> tuple[Tensor, Tensor]:
-        """Ids `[batch, time]` on the model's device, and which of them are not padding."""
+        """Ids `[batch, time]` on the model's device, and a mask that is False at padding."""
         device = self.network.norm.weight.device
         if isinstance(inputs, Tensor):
             ids = inputs.to(device) if inputs.dim() == 2 else inputs.to(device)[None]
@@ -77,7 +79,8 @@ class TextModel(nn.Module):
             raise UserError("a text is empty; give the model at least one token")
         low, high, size = int(ids.min()), int(ids.max()), self.network.config.vocab_size
         if low < 0 or high >= size:
-            raise UserError(f"an id is {low if low < 0 else high}; expected 0 to {size - 1}, this model's vocabulary")
+            wrong = low if low < 0 else high
+            raise UserError(f"token id {wrong} is out of range; expected 0 to {size - 1}, this model's vocabulary")
         return ids, valid
 
     def _rows(self, inputs: Texts | Sequence[int]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Another form of a model, which can be asked whatever the model can be asked."""
+"""A wrapper around a model that forwards attribute access to it."""
 
 from typing import Any
 

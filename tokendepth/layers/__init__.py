@@ -1,1 +1,1 @@
-"""What a block is made of. Each layer says its forward, its weights for the kernels and its cost, in one file."""
+"""The layers of a block. Each file defines a layer's forward, its weights for the kernels and its cost."""

@@ -1,4 +1,4 @@
-"""Causal attention with heads of their own, grouped heads or a single head of keys and values."""
+"""Causal attention with multi-head, grouped or single-head keys and values."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Keys(NamedTuple):
-    """What queries attend over."""
+    """What queries attend to."""
 
     k: Tensor
-    """`[batch, kv head, keys, width]`, as are the values."""
+    """`[batch, kv head, keys, width]`, like the values."""
     v: Tensor
     seen: Tensor | None
-    """`[batch, keys]`, False where a key must not be seen; None: all may."""
+    """`[batch, keys]`, False for keys that must not be attended to; None: all may be."""
 
 
 class Attention(nn.Module):
@@ -44,20 +44,20 @@ class Attention(nn.Module):
         norms = [RMSNorm(self.width, model.norm_eps) if model.qk_norm else None for _ in range(2)]
         self.norm_q, self.norm_k = norms
 
-    # -- what one token costs
+    # -- cost per token
 
     @property
     def kv_flops(self) -> int:
-        """Its key and value."""
+        """Key and value projection."""
         return 2 * self.qkv.in_features * self.kv_out
 
     @property
     def key_flops(self) -> int:
-        """Each key that it attends over."""
+        """Attention, for each key."""
         return 4 * self.q_out
 
     def row_flops(self, keys: int) -> int:
-        """Its query, its row over `keys` keys, and the output projection."""
+        """Query projection, attention to `keys` keys, and output projection."""
         return 2 * 2 * self.qkv.in_features * self.q_out + keys * self.key_flops
 
     # -- projections
@@ -71,12 +71,12 @@ class Attention(nn.Module):
         return weight[self.q_out :], None if bias is None else bias[self.q_out :]
 
     def key_weights(self) -> KeyWeights:
-        """For the kernels that decode."""
+        """For the decoding kernels."""
         norm = (None, 0.0) if self.norm_k is None else (self.norm_k.weight, self.norm_k.eps)
         return KeyWeights(self.kv_heads, *self.kv_weights(), *norm, weights_of(self.qkv)[0])
 
     def cached(self, ctx: "Context") -> CacheLayer:
-        """What the cache holds of this layer."""
+        """This layer's part of the cache."""
         cache, layer = ctx.cache, self._cache_layer(ctx)
         assert cache is not None
         return CacheLayer(cache.keys[layer], cache.values[layer], cache.valid[layer], cache.capacity)
@@ -90,9 +90,10 @@ class Attention(nn.Module):
         return rotated(q if self.norm_q is None else self.norm_q(q), rotation)
 
     def leave_keys(self, kv: Tensor, ctx: "Context", leaving: Tensor | None = None) -> Keys:
-        """Of keys and values side by side, as projected: `[batch, time, 2 x kv heads x width]`.
+        """What queries attend to, given the projected keys and values `[batch, time, 2 x kv heads x width]`.
 
-        leaving: `[batch, time]`, who leaves a key and a value for others; None: every valid token does.
+        With a cache they are appended to it. leaving: `[batch, time]`, the tokens whose keys and values others may
+        attend to; None: all valid tokens.
         """
         k, v = kv.chunk(2, dim=-1)
         return self._leave(k, v, ctx, leaving)
@@ -106,7 +107,7 @@ class Attention(nn.Module):
         return Keys(*ctx.cache.append(self._cache_layer(ctx), k, v, ctx.writes, leaving, ctx.window))
 
     def _key_value(self, k: Tensor, v: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
-        """As projected -> `[..., kv head, width]`."""
+        """Projections to `[..., kv head, width]`."""
         k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
         return rotated(k if self.norm_k is None else self.norm_k(k), rotation), v
 
@@ -116,12 +117,12 @@ class Attention(nn.Module):
     # -- attention
 
     def forward(self, x: Tensor, ctx: "Context", keys: Keys | None = None, leaving: Tensor | None = None) -> Tensor:
-        """Every row: `[batch, time, d] -> [batch, time, d]`; among `keys`, or those that these rows leave."""
+        """All tokens, `[batch, time, d] -> [batch, time, d]`: attend to `keys`; None: to each other and the cache."""
         if keys is None:
             qkv, packed = self.qkv(x), ctx.varlen
             if packed is not None and ctx.cache is None and qkv_attention.takes(x, self.width, packed.longest):
                 return self.out(self._attended_at_once(qkv, ctx, packed))
-            # One cut into three: each further one would copy in the gradient.
+            # One split into three: every further split would cost a copy in the backward pass.
             projected, k, v = qkv.split([self.q_out, self.kv_out // 2, self.kv_out // 2], dim=-1)
             if packed is not None:
                 return self.out(self._attended_varlen(projected, k, v, ctx, packed))
@@ -130,10 +131,10 @@ class Attention(nn.Module):
         return self.out(self._attended(self.queries(x, ctx.rotation), keys, ctx.columns))
 
     def for_rows(self, x: Tensor, ctx: "Context", rows: ChosenRows) -> Tensor:
-        """While training: `[n, d]`, the rows of the chosen tokens, of `x` `[batch, time, d]`.
+        """In training: attention for the chosen tokens of `x` `[batch, time, d]`, as rows `[n, d]`.
 
-        Attention itself runs for all rows, with zero queries for the others: the library has no call with a gradient
-        for scattered rows.
+        Attention itself runs for all rows, with zero queries for the others, because the library has no differentiable
+        attention for scattered rows.
         """
         queries = F.linear(rows.take(x.flatten(0, 1)), *self.query_weights())
         q = self._query(rows.spread(queries).view(*x.shape[:2], -1), ctx.rotation)
@@ -152,7 +153,7 @@ class Attention(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
     def _attended_at_once(self, qkv: Tensor, ctx: "Context", rows: Varlen) -> Tensor:
-        """As `_attended_varlen`, by one kernel."""
+        """As `_attended_varlen`, in one kernel."""
         from tokendepth.ops.qkv_attention.kernel import qkv_attention as run
 
         norms = (None, None, 0.0)
@@ -162,7 +163,7 @@ class Attention(nn.Module):
         return run(qkv, self.n_head, self.kv_heads, rows.starts, rows.longest, *norms, *rotation)
 
     def _attended_varlen(self, q: Tensor, k: Tensor, v: Tensor, ctx: "Context", rows: Varlen) -> Tensor:
-        """Of sequences whose rows follow one another, each part as projected: `[n, head x width]`."""
+        """For concatenated sequences; q, k and v as projected, `[n, head x width]`."""
         q, (k, v) = self._query(q, ctx.rotation), self._key_value(k, v, ctx.rotation)
         if ctx.cache is not None:
             k, v = ctx.cache.append_rows(self._cache_layer(ctx), k, v, rows.sequence, rows.columns)
@@ -172,7 +173,7 @@ class Attention(nn.Module):
 def causal_mask(time: int, keys: int, seen: Tensor | None, columns: Tensor | None) -> Tensor:
     """`[batch, 1, time, keys]`: earlier keys that may be seen, and always a token's own, so that no row is empty.
 
-    columns: `[batch, time]`, where the tokens stand among the keys; None: they are the last of them.
+    columns: `[batch, time]`, each token's index among the keys; None: the tokens are the last keys.
     """
     device = seen.device if columns is None and seen is not None else columns.device if columns is not None else None
     key = torch.arange(keys, device=device)

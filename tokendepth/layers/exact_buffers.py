@@ -1,10 +1,10 @@
-"""Numbers of a model that must not be rounded with its weights."""
+"""Buffers that must not be rounded when a model's weights are."""
 
 from torch import nn
 
 
 class ExactBuffers(nn.Module):
-    """Buffers keep their precision when weights are rounded: a threshold or a frequency in bfloat16 is another one."""
+    """Keeps its buffers' dtype when the weights are cast: a threshold or frequency would change in bfloat16."""
 
     def _apply(self, fn, recurse=True):
         exact = dict(self.named_buffers(recurse=False))

@@ -11,7 +11,7 @@ from tokendepth.ops.sparse_block import Activation
 
 
 def initialise_residual(projection: nn.Linear, n_layer: int) -> None:
-    """N(0, 0.02 / sqrt(2 L)) for what is added to the residual stream, so that its sum does not grow with depth."""
+    """N(0, 0.02 / sqrt(2 L)) for projections into the residual stream, so that it does not grow with depth."""
     nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * n_layer))
 
 
@@ -30,7 +30,7 @@ class FeedForward(nn.Module):
 
     @property
     def flops(self) -> int:
-        """Of one token."""
+        """Per token."""
         return 2 * (self.up.weight.numel() + self.down.weight.numel())
 
 
@@ -39,7 +39,7 @@ class GatedFeedForward(nn.Module):
         super().__init__()
         self.by_gelu = model.ffn == "geglu"
         self.gate_up = Linear(model.d_model, 2 * model.d_ff, bias=model.ffn_bias)
-        """The gate's rows, then those of `up`: one product for both."""
+        """The rows of the gate, then those of `up`, so that one product computes both."""
         self.down = Linear(model.d_ff, model.d_model, bias=model.ffn_bias)
         initialise_residual(self.down, model.n_layer)
 
@@ -52,7 +52,7 @@ class GatedFeedForward(nn.Module):
 
     @property
     def flops(self) -> int:
-        """Of one token."""
+        """Per token."""
         return 2 * (self.gate_up.weight.numel() + self.down.weight.numel())
 
 

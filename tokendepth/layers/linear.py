@@ -1,4 +1,4 @@
-"""Linear layers: few rows fast on a CPU, and their numbers, also where a low-rank adapter stands in their place."""
+"""Linear layers that are fast for a few rows on a CPU, and their weights, including those of a LoRA adapter."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ class Linear(nn.Linear):
 
 
 def weights_of(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias that `linear` multiplies by and adds.
+    """The weight and bias that `linear` applies, including active adapters.
 
-    PEFT puts a module around a layer that it adapts. Whoever takes rows of the weight must not pass the adapter by.
+    PEFT wraps the layers that it adapts, so code that slices the weight itself would miss the adapter.
     """
     return (linear.weight, linear.bias) if is_plain(linear) else _adapted(linear)
 

@@ -29,5 +29,5 @@ def norm_weights(norm: Norm) -> NormWeights:
 
 
 def without_scale(norm: Norm, h: Tensor) -> Tensor:
-    """What the norm makes of `h` before scale and shift."""
+    """The norm of `h` before scale and shift."""
     return normalised(h, None, None, norm.eps, rms=isinstance(norm, RMSNorm))

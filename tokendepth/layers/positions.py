@@ -1,12 +1,12 @@
-"""Where a token stands: a learned vector added to its embedding, or a rotation of its queries and keys.
+"""Token positions: a learned vector added to the embedding, or rotary positions for queries and keys.
 
-Rotary positions turn the pair (x_i, x_{i + width/2}) of a head by the angle position * frequency_i, with
-frequency_i = base^(-2i / width). A model that is stretched to a longer context turns more slowly:
+Rotary positions rotate the pair (x_i, x_{i + width/2}) of a head by the angle position * frequency_i, with
+frequency_i = base^(-2i / width). A model that is stretched to a longer context has lower frequencies:
 
 `linear`: every frequency is divided by the factor.
-`llama3`: by how often a pair turns within the original context. Up to `rope_low` times: divided by the factor; from
-`rope_high` times on: left alone; between, a blend that is linear in the number of turns.
-`yarn`: the same two ends, blended along the index of the pair, and cosines and sines times 0.1 ln(factor) + 1.
+`llama3`: depends on the number of turns of a pair within the original context. Up to `rope_low` turns its frequency is
+divided by the factor, from `rope_high` turns on it is unchanged, and in between it is a blend, linear in the turns.
+`yarn`: the same two limits, blended linearly in the pair's index; cosines and sines times 0.1 ln(factor) + 1.
 """
 
 import math
@@ -43,7 +43,7 @@ class RotaryPositions(ExactBuffers):
         return embedded
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """Of positions `[time]` or `[batch, time]`."""
+        """For positions `[time]` or `[batch, time]`."""
         turn = torch.ops.tokendepth.rotation if compiles_inference() else _rotation
         return turn(torch.atleast_2d(positions), self.frequencies, self.magnitude)
 
@@ -53,7 +53,7 @@ def _rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> Rotat
     return angles.cos() * magnitude, angles.sin() * magnitude
 
 
-# One opaque op to a compiler, which would compute cosines and sines anew in every block, for every head.
+# Opaque to torch.compile, which would otherwise recompute cosines and sines in every block, for every head.
 _library = torch.library.Library("tokendepth", "FRAGMENT")
 _library.define("rotation(Tensor positions, Tensor frequencies, float magnitude) -> (Tensor, Tensor)")
 _library.impl("rotation", _rotation, "CompositeExplicitAutograd")
@@ -70,7 +70,7 @@ def make_positions(model: ModelConfig) -> LearnedPositions | RotaryPositions:
 
 
 def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
-    """`x` `[..., head, width]`, its heads turned by the rotation of their tokens `[..., width / 2]`."""
+    """`x` `[..., head, width]`, rotated by the cosines and sines of its tokens, `[..., width / 2]`."""
     if rotation is None:
         return x
     cos, sin = (part[..., None, :] for part in rotation)
@@ -100,6 +100,6 @@ def rotary_frequencies(model: ModelConfig) -> Tensor:
 
 
 def _pair_that_turns(times: float, model: ModelConfig) -> float:
-    """The index of the pair that turns so many times within the original context."""
+    """The index of the pair that makes this many turns within the original context."""
     turns = model.rope_original_context / (times * 2 * math.pi)
     return model.width * math.log(turns) / (2 * math.log(model.rope_base))

@@ -1,6 +1,6 @@
-"""What decides about a token: small networks on its state, with logits in float32 whatever the precision around them.
+"""Routers: small networks on a token's state, with logits in float32 regardless of the surrounding precision.
 
-The linear ones are computed in it too; of `Router`'s first product `halting_logits` says the precision.
+Linear routers are computed in float32, too; for the precision of `Router`'s first product see `halting_logits`.
 """
 
 import torch
@@ -12,13 +12,13 @@ from tokendepth.ops.router import halting_logits
 
 
 class Router(nn.Module):
-    """r_l of the TSA paper's eq. 2, up to the sigmoid: a two-layer MLP from a token's state to its halting logit."""
+    """r_l in eq. 2 of the TSA paper, before the sigmoid: a two-layer MLP from a token's state to its halting logit."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
         self.hidden = nn.Linear(d_model, max(16, d_model // 4))
         self.logit = nn.Linear(self.hidden.out_features, 1)
-        nn.init.constant_(self.logit.bias, -1.0)  # sigmoid(-1) = 0.27: nothing halts before there is something to learn
+        nn.init.constant_(self.logit.bias, -1.0)  # sigmoid(-1) = 0.27, so nothing halts at first
 
     def forward(self, h: Tensor) -> Tensor:
         """`[batch, time, d] -> [batch, time]`"""
@@ -33,7 +33,7 @@ class Router(nn.Module):
 
 
 class LinearRouter(nn.Linear):
-    """A token's state to `out` numbers; a single one has no axis."""
+    """A token's state to `out` numbers; with `out=1` the last dimension is dropped."""
 
     def __init__(self, d_model: int, out: int = 1) -> None:
         super().__init__(d_model, out, bias=False)
@@ -47,7 +47,7 @@ class LinearRouter(nn.Linear):
 
 
 class HaltingUnit(nn.Module):
-    """W h + b, the logit of halting."""
+    """W h + b, the halting logit."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()

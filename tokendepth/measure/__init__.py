@@ -1,1 +1,1 @@
-"""What a model does and costs: loss, depth, FLOPs, time."""
+"""Measurements of a model: loss, depth, FLOPs, time."""

@@ -1,8 +1,8 @@
-"""Which blocks of a dense model change its states least: where routers, or a saw, do the least harm.
+"""Which blocks of a dense model matter least, so that routing or dropping them costs the least quality.
 
-Two ways to find a span of adjacent blocks. `alike`: the states that enter and leave it are most alike, by the mean
-cosine over tokens; one pass. `loss`: it begins as the one block without which the loss rises least, and grows to the
-side on which it then rises less; some passes for every block.
+There are two ways to find a span of adjacent blocks. `alike`: the span whose input and output states are most alike, by
+mean cosine over tokens; takes one forward pass. `loss`: start with the one block whose removal raises the loss least,
+and grow towards the side on which it then rises less; takes a few forward passes per block.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from tokendepth.model import Block, LanguageModel
 from tokendepth.progress import Progress
 
 SAMPLE_TOKENS, SAMPLE_SEED = 2**14, 2**31 + 1
-"""Of the training text; no training run may have this seed."""
+"""Sample of the training text; no training run can have this seed."""
 AT_ONCE = 2**12
-"""Tokens: the states of all blocks are held."""
+"""Tokens per forward pass, since the states of all blocks are kept."""
 
 
 def sample(dataset: Dataset, context: int) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def sample(dataset: Dataset, context: int) -> tuple[Tensor, Tensor]:
 def choose_span(
     model: LanguageModel, batch: tuple[Tensor, Tensor], length: int, by: Literal["alike", "loss"], *, show: bool = False
 ) -> range:
-    """The adjacent blocks of a dense model that a token can best do without; between the first and the last if it can.
+    """The adjacent blocks of a dense model that a token can best do without; if possible, not the first or last block.
 
     batch: inputs and targets.
     """
@@ -52,7 +52,7 @@ def choose_span(
 
 @torch.no_grad()
 def likeness(model: LanguageModel, ids: Tensor, length: int) -> list[float]:
-    """For each block: the mean cosine of the states that enter it and that leave the `length`-th block from it on."""
+    """For each first block: the mean cosine between the input of the block and the output of `length` blocks."""
     sums, tokens = torch.zeros(model.config.n_layer - length + 1, dtype=torch.float64), 0
     for states in _states(model, ids):
         for begin in range(len(sums)):
@@ -64,7 +64,7 @@ def likeness(model: LanguageModel, ids: Tensor, length: int) -> list[float]:
 
 @torch.no_grad()
 def relative_updates(model: LanguageModel, ids: Tensor) -> list[Tensor]:
-    """For each block `[tokens]`: how much it changes each token, as a share of the state."""
+    """For each block `[tokens]`: the norm of its update relative to the norm of its input."""
     found: list[list[Tensor]] = [[] for _ in range(model.config.n_layer)]
     for states in _states(model, ids):
         for sizes, (before, after) in zip(found, pairwise(states), strict=True):
@@ -74,14 +74,14 @@ def relative_updates(model: LanguageModel, ids: Tensor) -> list[Tensor]:
 
 
 def shares_by_update(model: LanguageModel, ids: Tensor, budget: float) -> list[float]:
-    """The share of tokens for each block but the first, of mean `budget`: one limit on the relative update for all."""
+    """The share of tokens for each block except the first, with mean `budget`: one common limit on relative updates."""
     sizes = torch.stack(relative_updates(model, ids)[1:])
     limit = sizes.flatten().sort().values[round((1 - budget) * (sizes.numel() - 1))]
     return (sizes >= limit).float().mean(1).clamp(0.02, 1.0).tolist()
 
 
 def _states(model: LanguageModel, ids: Tensor) -> Iterator[list[Tensor]]:
-    """Part by part of `ids`: the states that enter each block, and those that leave the last."""
+    """For each part of `ids`: the input of every block, and the output of the last one."""
     device, seen = model.norm.weight.device, []
     modules = [*_blocks(model), model.norm]
     hooks = [module.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for module in modules]
@@ -99,7 +99,7 @@ def _blocks(model: LanguageModel) -> list[Block]:
     return [module for module in model.method.modules() if isinstance(module, Block)]
 
 
-# --- by what is lost --------------------------------------------------------------------------------------------------
+# --- by loss ----------------------------------------------------------------------------------------------------------
 
 
 def _grown(
@@ -121,7 +121,7 @@ def _grown(
 
 @torch.no_grad()
 def loss_without(model: LanguageModel, batch: tuple[Tensor, Tensor], span: range) -> float:
-    """The model's loss when no token takes the blocks of `span`."""
+    """The model's loss without the blocks of `span`."""
     device, nats, count = model.norm.weight.device, 0.0, 0
     with _skipping(model, span):
         for ids, targets in zip(*(part.split(max(1, AT_ONCE // part.shape[1])) for part in batch), strict=True):
@@ -133,7 +133,7 @@ def loss_without(model: LanguageModel, batch: tuple[Tensor, Tensor], span: range
 
 @contextmanager
 def _skipping(model: LanguageModel, span: range) -> Iterator[None]:
-    """Without a cache a block is a function of its states: what it returns is replaced by what it was given."""
+    """Replace the outputs of these blocks by their inputs; valid only without a cache."""
     blocks = _blocks(model)
     hooks = [blocks[n].register_forward_hook(lambda _, args, out: args[0]) for n in span]
     try:

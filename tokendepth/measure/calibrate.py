@@ -1,4 +1,4 @@
-"""Thresholds for a budget, found on training text, never on the text that a model is evaluated on."""
+"""Find thresholds for a budget on training text, never on the text that a model is evaluated on."""
 
 import contextlib
 import math
@@ -21,18 +21,18 @@ from tokendepth.runs.shapes import is_number
 
 FIRST_TOKENS, FEWEST_WINDOWS, MOST_TOKENS = 2**15, 32, 2**19
 WANTED_ERROR = 0.003
-"""The standard error that each routed block's share of active tokens may have: windows are added until every block is
-within it, up to the maximum.
+"""Target for the standard error of each routed block's share of active tokens; windows are added until all blocks meet
+it, up to the maximum.
 
-How many that takes depends on the text. Windows of plays are much alike; those of an encyclopaedia, with its tables and
-foreign words, are not: 128 windows of 256 characters give a share between 0.39 and 0.43 where 0.40 is asked for.
+How many are needed depends on the text. Windows of plays are much alike. Those of an encyclopaedia, with its tables and
+foreign words, are not: for a requested share of 0.40, 128 windows of 256 characters give between 0.39 and 0.43.
 """
 AT_ONCE = 2**14
-"""Tokens; the states of more would not fit into every machine's memory."""
+"""Tokens per forward pass; the states of more would not fit into every machine's memory."""
 SEED = 2**31
-"""A seed that no training run can have, so calibration draws its own windows."""
+"""A seed that no training run can have, so that calibration draws other windows than training."""
 VERSION = 2
-"""Version of calibration.json; from 2 on it is sealed."""
+"""Version of calibration.json, which is sealed since version 2."""
 TOLERATED = 0.05
 """A share of active tokens further than this from the budget is reported."""
 
@@ -45,9 +45,9 @@ def calibrate(
     roughly: bool = False,
     show: bool = False,
 ) -> None:
-    """Set the thresholds of `model` so that `budget` (its own, if none is named) holds on training text.
+    """Set the thresholds of `model` so that `budget` (by default its own) holds on training text.
 
-    `roughly` uses the first windows only, for a quick look. `show` prints progress.
+    `roughly` is fast and uses only the first windows. `show` prints progress.
     """
     dial, context = model.method.dial(model.config, model.method.config), model.config.context
     if dial is None or not dial.calibrated:
@@ -58,7 +58,7 @@ def calibrate(
 
     def look_at(count: int) -> Tensor:
         ids = _windows(dataset, count, context)
-        with _shown(model, f"finding the thresholds of budget {budget:g}", ids, show=show):
+        with _shown(model, f"finding thresholds for budget {budget:g}", ids, show=show):
             return calibrate_on(model, ids, budget)
 
     try:
@@ -71,10 +71,10 @@ def calibrate(
 
 @contextlib.contextmanager
 def _shown(model: LanguageModel, title: str, ids: Tensor, *, show: bool) -> Iterator[None]:
-    """Progress of `calibrate_on`, which runs every block once for every part of the text."""
+    """Progress of `calibrate_on`, which runs every block once for each part of the text."""
     blocks = [module for module in model.method.modules() if isinstance(module, Block)]
     passes = len(blocks) * len(ids.split(_at_once(ids)))
-    with Progress(title, passes, unit="passes of a block", show=show) as progress, contextlib.ExitStack() as hooks:
+    with Progress(title, passes, unit="block passes", show=show) as progress, contextlib.ExitStack() as hooks:
         for block in blocks:
             hooks.enter_context(block.register_forward_hook(lambda *_: progress.advance()))
         yield
@@ -87,7 +87,7 @@ def _windows(dataset: Dataset, count: int, context: int) -> Tensor:
 
 @torch.no_grad()
 def calibrate_on(model: LanguageModel, ids: Tensor, budget: float) -> Tensor:
-    """Set the thresholds so that `budget` of the tokens of `ids` is active; returns what `Method.calibrate` does."""
+    """Set the thresholds so that the share `budget` of `ids` is active; returns the result of `Method.calibrate`."""
     entering = [model.entering(part, "hard") for part in ids.to(model.norm.weight.device).split(_at_once(ids))]
     _, ctx = entering[0]
     return model.method.calibrate([hidden for hidden, _ in entering], ctx, budget)
@@ -100,7 +100,7 @@ def _at_once(ids: Tensor) -> int:
 def set_budget(
     model: LanguageModel, run: Run, budget: float, dataset: Dataset | None = None, *, show: bool = False
 ) -> None:
-    """Set the model of `run` to `budget`: with the thresholds stored for it, else with new ones."""
+    """Set the model of `run` to `budget`, with stored thresholds if there are any, else with new ones."""
     check(run, budget)
     kept = kept_thresholds(run).get(f"{budget:g}")
     if kept is None:
@@ -112,7 +112,7 @@ def set_budget(
 
 
 def off_budget(budget: float, share: float, tokens: int) -> str | None:
-    """One line that explains why the share of active tokens in a text differs from the budget; None if it does not."""
+    """One line that explains why the share of active tokens differs from the budget; None if it does not."""
     if abs(share - budget) <= TOLERATED:
         return None
     return (
@@ -129,19 +129,19 @@ def check(run: Run, budget: float) -> None:
 
 
 def has_budget(config: RunConfig) -> bool:
-    """Whether a model of this config can be executed at a given share of its tokens."""
+    """Whether a model of this config can run with a given share of active tokens."""
     dial = dial_of(config)
     return dial is not None and dial.calibrated
 
 
 def keep(model: LanguageModel, run: Run, budget: float) -> None:
-    """Store the model's thresholds in the run, so that it can be executed at `budget` without its corpus."""
+    """Store the model's thresholds in the run folder, so that it can run at `budget` without its corpus."""
     thresholds = {**kept_thresholds(run), f"{budget:g}": model.method.thresholds}
     write_sealed(run.path / "calibration.json", {"version": VERSION, "thresholds": thresholds})
 
 
 def kept_thresholds(run: Run) -> dict[str, Any]:
-    """By each budget that `keep` was called for."""
+    """Thresholds by budget, as stored by `keep`."""
     remedy = f"remove it and find the thresholds again: tokendepth calibrate {run.path} --budget BUDGET"
     tree = run.read_added("calibration.json", VERSION, remedy)
     table = {} if tree is None else tree.get("thresholds")

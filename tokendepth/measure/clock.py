@@ -1,4 +1,4 @@
-"""Comparable times: conditions take turns, so that drift hits all alike, and the GPU is idle before each."""
+"""Comparable timings: conditions take turns, so that drift affects all equally, and the GPU is idle before each."""
 
 import math
 import statistics
@@ -16,9 +16,9 @@ Name = TypeVar("Name", bound=Hashable)
 WARM_UP = 3
 """Rounds."""
 SHORTEST_MS = 10.0
-"""Shortest measurement of CUDA graphs: what the host does before the first of several is not to count.
+"""Shortest measurement of CUDA graphs, so that the host's work before the first of several launches hardly counts.
 
-It takes 20 us to launch one and notice its end, and more where a pass is packed, much beside 0.2 ms.
+Launching one and noticing its end takes 20 us, and more for a packed pass; that is a lot compared with 0.2 ms.
 """
 
 
@@ -33,9 +33,9 @@ def interleaved(
 ) -> dict[Name, list[float]]:
     """Milliseconds of every condition; each round runs all of them in turn, and the first rounds are not counted.
 
-    With `graphs`, on a GPU, a short condition is called several times in a row and a time is their mean: calls that
-    `captured` returns need nothing from the host but their launch, so they do not overlap; a packed pass waits for the
-    device in its middle. `progress` advances every round.
+    With `graphs`, on a GPU, a short condition is called several times in a row and their mean is recorded. The calls do
+    not overlap: those that `captured` returns need nothing from the host but their launch, and a packed pass waits for
+    the device in the middle. `progress` advances every round.
     """
     several = graphs and device.type == "cuda"
     calls = dict.fromkeys(conditions, 1)
@@ -53,7 +53,7 @@ def interleaved(
 
 
 def _timed(condition: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Mean milliseconds of a call."""
+    """Mean milliseconds per call."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -78,8 +78,8 @@ def captured(
 ) -> Callable[[], object]:
     """On a GPU, `function` captured as a CUDA graph; elsewhere `function` itself.
 
-    It is run a few times first: `restore` is called after each, to undo what a run changes. With a `pool` of memory,
-    shared by several, a call returns nothing, since the others overwrite it.
+    It is first run a few times; `restore` is called after each, to undo its effects. With a memory `pool` shared by
+    several graphs, a call returns nothing, since the others overwrite the result.
     """
     if device.type != "cuda":
         return function
@@ -96,7 +96,7 @@ def captured(
     if pool is not None:
         kept = None
 
-    def replay(_reads: object = function) -> object:  # what the graph reads lives as long as the graph does
+    def replay(_reads: object = function) -> object:  # keeps alive what the graph reads
         graph.replay()
         return kept
 

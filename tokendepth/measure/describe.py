@@ -16,7 +16,7 @@ TRAINING_BYTES = 16
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
-    """Allocates no model, and reads no corpus where the size of the vocabulary is known."""
+    """Allocates no model, and reads no corpus if the size of the vocabulary is known."""
     vocabulary = config.model.vocab_size or data.vocab_size(config.data)
     config = replace(config, model=replace(config.model, vocab_size=vocabulary))
     model = outline(config)
@@ -39,14 +39,14 @@ def describe(config: RunConfig) -> dict[str, Any]:
 
 
 def check_fits(config: RunConfig, device: torch.device, ranks: int = 1) -> None:
-    """A UserError if not even the least that training keeps fits: a system may kill whoever asks for too much."""
+    """A UserError if not even the minimum for training fits: the system may kill a process that asks for too much."""
     model, there = config.model, memory_bytes(device)
     more = f"more than the {there / 2**30:,.1f} GiB of this machine's {device.type}"
     count = sum(p.numel() for p in outline(config).parameters())
     weights = TRAINING_BYTES * count
     if weights > there:
         raise UserError(
-            f"a model of {count:,} parameters needs {weights / 2**30:,.1f} GiB to be trained, {more}; "
+            f"a model of {count:,} parameters needs {weights / 2**30:,.1f} GiB for training, {more}; "
             "lower --model.d-model, --model.d-ff, --model.n-layer or --model.context"
         )
     sequences = config.train.batch_size // (config.train.accumulate * ranks)
@@ -54,6 +54,7 @@ def check_fits(config: RunConfig, device: torch.device, ranks: int = 1) -> None:
     if weights + states > there:
         at_once = "" if sequences == config.train.batch_size else f" ({sequences:,} at a time)"
         raise UserError(
-            f"train.batch_size is {config.train.batch_size:,}{at_once}, which needs {(weights + states) / 2**30:,.1f} "
-            f"GiB or more, {more}; lower --train.batch-size or --model.context, or raise --train.accumulate"
+            f"train.batch_size is {config.train.batch_size:,}{at_once}, which needs at least "
+            f"{(weights + states) / 2**30:,.1f} GiB, {more}; lower --train.batch-size or --model.context, "
+            "or raise --train.accumulate"
         )

@@ -1,4 +1,4 @@
-"""A finished run, measured over a whole split: deterministic, float32, under each execution, with its controls."""
+"""Evaluate a finished run on a whole split: deterministic, in float32, in every execution mode, with controls."""
 
 import copy
 import math
@@ -30,9 +30,9 @@ from tokendepth.trace import EXECUTIONS, DepthTotals, Execution, add_up
 Batch = tuple[Tensor, Tensor]
 
 AT_ONCE, MOST_LOGITS = 2**14, 2**28
-"""Tokens, and their logits: a vocabulary of 100,000 would fill a memory."""
+"""Tokens and logits per batch: with a vocabulary of 100,000, logits would fill the memory."""
 LONGEST = 1024
-"""Tokens of the passage that is shown, and of a sequence that is timed; imported models may read 100,000."""
+"""Most tokens in the passage for heat maps and in a timed sequence; imported models may read 100,000."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,7 @@ class Measured:
 def batches(
     dataset: Dataset, split: Split, context: int, device: torch.device, tokens: int | None = None
 ) -> Iterator[Batch]:
-    """The split in batches whose order and size do not depend on how the model was trained.
-
-    The whole split, or at least the first `tokens` of it.
-    """
+    """The whole split, or at least its first `tokens`, in batches that do not depend on how the model was trained."""
     seen = 0
     at_once = min(AT_ONCE, MOST_LOGITS // dataset.tokenizer.vocab_size, tokens or AT_ONCE)
     for inputs, targets in dataset.windows(split, context, max(1, at_once // context)):
@@ -62,7 +59,7 @@ def batches(
 
 @torch.no_grad()
 def measure(model: LanguageModel, stream: Iterator[Batch], forward: Callable[[Tensor], Output]) -> Measured:
-    """Run `forward` over the stream, in evaluation mode; the model is left in the mode it was in."""
+    """Run `forward` over the stream in evaluation mode; afterwards the model is back in its previous mode."""
     was_training = model.training
     model.eval()
     nats = hits = targets_seen = 0.0
@@ -107,11 +104,11 @@ def evaluate(
     corpus: str | None = None,
     show: bool = False,
 ) -> dict[str, Any]:
-    """Everything `eval.json` holds. The caller writes it, so that evaluating does not change a run.
+    """The content of `eval.json`. The caller writes it, so that evaluating does not change a run.
 
-    `budget` executes a budget-routed run at another budget than its own; `curve` executes a run at every point of its
-    dial: budgets, or thresholds of exits. `tokens` takes only the beginning of the split. `corpus` is another text than
-    the run's own. `show` prints progress.
+    `budget` evaluates a budget-routed run at another budget than its own; `curve` evaluates a run at every point of its
+    dial: budgets, or exit thresholds. `tokens` takes only the beginning of the split. `corpus` is another text than the
+    run's own. `show` prints progress.
     """
     with Progress(f"evaluating {run.path}", unit="tokens", show=show) as progress:
         return _evaluate(run, split, device, timing, budget, curve, tokens, corpus, progress)
@@ -183,7 +180,7 @@ def _evaluate(
         }
 
     def point_controls() -> dict[str, Any]:
-        """The same weights executed in another way, such as exits with every token computed to the last block."""
+        """The same weights, executed differently, such as early exit with every token computed to the last block."""
         found: dict[str, Any] = {}
         for name, attributes in model.method.point_controls.items():
             with _overriding(model.method, attributes):
@@ -195,10 +192,10 @@ def _evaluate(
     if routed:
         measured = {execution: executed(execution) for execution in ("hard", "sparse")}
         measured["soft"] = executed("soft") if model.method.has_soft else measured["hard"]
-    else:  # without routers the three are one computation
+    else:  # without routers all three are the same computation
         measured = dict.fromkeys(EXECUTIONS, executed("sparse"))
     sparse = measured["sparse"].depth
-    # Rounding can flip a decision at its threshold; how often it did is part of the result.
+    # Rounding can flip a decision at its threshold; the number of flips is part of the result.
     flips = sum(int((h != s).sum()) for h, s in zip(decided["hard"], decided["sparse"], strict=True)) if routed else 0
     return {
         "version": EVALUATION_VERSION,
@@ -231,13 +228,13 @@ def _evaluate(
 
 
 def keeps(run: Run, split: Split, budget: float | None, tokens: int | None, corpus: str | None) -> bool:
-    """Whether an evaluation is of the run as it is, on its own text: then it is kept in the folder."""
+    """Whether an evaluation is of the unchanged run on its own text and therefore kept in its folder."""
     own_text = corpus is None or run.config.data.corpus == NO_CORPUS
     return split == "val" and budget is None and tokens is None and own_text
 
 
 def _base_of(run: Run, device: torch.device) -> LanguageModel | None:
-    """The untouched model of a retrofit, as long as it is there: a finished run does without it."""
+    """The untouched model of a retrofit, if it still exists: a finished run does not need it."""
     if run.config.retrofit is None:
         return None
     try:
@@ -249,20 +246,20 @@ def _base_of(run: Run, device: torch.device) -> LanguageModel | None:
 def _beside(
     base: LanguageModel, depth: DepthTotals, stream: Iterator[Batch], dataset: Dataset, config: RunConfig, split: Split
 ) -> dict[str, Any]:
-    """The untouched model of a retrofit on the same text, and the share of its blocks' FLOPs that was executed."""
+    """The loss of the untouched model of a retrofit on the same text, and the share of its block FLOPs executed."""
     untouched = measure(base, stream, base)
     blocks = [one.flops / one.tokens - base.head_flops for one in (depth, untouched.depth)]
     return {"untouched": _figures(untouched, dataset, config, split), "block_flops": blocks[0] / blocks[1]}
 
 
 def has_curve(config: RunConfig) -> bool:
-    """Whether a trained model of this config can be executed at several costs."""
+    """Whether a trained model of this config can run at several costs."""
     dial = dial_of(config)
     return dial is not None and dial.trained
 
 
 def execute_at(model: LanguageModel, run: Run, at: float, dataset: Dataset) -> None:
-    """Set the dial of a run's model: its budget, or the threshold above which tokens exit."""
+    """Set the dial of a run's model: the budget, or the threshold above which tokens exit."""
     if calibrate.has_budget(run.config):
         calibrate.set_budget(model, run, at, dataset)
     else:
@@ -299,17 +296,17 @@ def _figures(measured: Measured, dataset: Dataset, config: RunConfig, split: Spl
 
 
 def _full_rows(depth: DepthTotals) -> dict[str, float]:
-    """FLOPs by the other convention, for a method that packs tokens: attention rows as wide as the context."""
+    """FLOPs in the other convention, for methods that pack tokens: attention counted over the full context."""
     return {"flops_per_token_full_rows": depth.flops_full_rows / depth.tokens} if depth.narrower_rows else {}
 
 
 def _controls_of(model: LanguageModel) -> list[str]:
-    """Does the router matter? Random decisions, the method's own controls, and untrained routers; same weights."""
+    """Controls that show whether the router matters: random decisions, the method's own, and untrained routers."""
     routers = model.method.routers()
     if not routers:
         return []
     names = ["random_decisions_hard", *model.method.controls]
-    if any(len(list(router.parameters())) for router in routers):  # else training changed nothing
+    if any(len(list(router.parameters())) for router in routers):  # otherwise there are no weights to reset
         names += ["untrained_router_soft", "untrained_router_hard"]
     return names
 
@@ -344,7 +341,7 @@ def _controls(
 
 @torch.no_grad()
 def time_forward(model: LanguageModel, config: RunConfig, ids: Tensor, *, batch: int = 8, repeats: int = 15) -> dict:
-    """Milliseconds of a forward pass: router-free dense, hard and sparse, interleaved so that drift hits all alike."""
+    """Milliseconds per forward pass: dense without routers, hard and sparse, interleaved against drift."""
     ids = ids[:batch, :LONGEST]
     dense = build(replace(config, method=DenseConfig())).to(ids.device).eval()
     conditions = {
@@ -360,7 +357,7 @@ def time_forward(model: LanguageModel, config: RunConfig, ids: Tensor, *, batch:
 
 @torch.no_grad()
 def _passage(model: LanguageModel, dataset: Dataset, split: Split, device: torch.device) -> dict[str, Any]:
-    """Decisions on real text, token by token, for heat maps."""
+    """The decisions on the beginning of the split, token by token, for heat maps."""
     ids = torch.tensor(dataset.passage(split, min(model.config.context, LONGEST)), device=device)[None]
     hard = model(ids, execution="hard")
     soft = model(ids, execution="soft") if model.method.has_soft else hard

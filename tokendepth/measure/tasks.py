@@ -1,10 +1,10 @@
-"""How well a run does on tasks: of several continuations of a text, does it find the right one the likeliest?
+"""Score a run on multiple-choice tasks: is the right continuation of a text the most likely one?
 
     log p(choice | context) = sum of its tokens' log-probabilities
 
-The choice with the highest sum is the model's answer; or, since short choices have fewer factors, the one with the
-highest sum per character. A choice without alternatives, as in LAMBADA, has to be the model's own greedy continuation.
-These are the conventions of lm-evaluation-harness (`acc`, `acc_norm`), so that numbers can be compared.
+The model's answer is the choice with the highest sum or, since short choices have fewer factors, with the highest sum
+per character. A choice without alternatives, as in LAMBADA, must be the model's own greedy continuation. These are the
+conventions of lm-evaluation-harness (`acc`, `acc_norm`), so scores are comparable.
 """
 
 import math
@@ -32,21 +32,21 @@ from tokendepth.trace import EXECUTIONS, DepthTotals, DepthTrace, Execution, add
 
 @dataclass(frozen=True)
 class Score:
-    """Of one task. What is right is listed by item, so that two models can be compared item by item."""
+    """Results of one task. Right answers are recorded per item, so that two models can be compared item by item."""
 
     right: list[bool]
     right_per_character: list[bool]
     chance: float
-    """The accuracy of guessing."""
+    """Accuracy of guessing."""
     bits_per_byte: float
-    """Of the right choices; it says more than accuracy where a task is too hard for a model."""
+    """Of the right choices; more informative than accuracy if a task is too hard for a model."""
     shortened: int
-    """Choices whose context did not fit into the model's; its beginning was left out."""
+    """Choices whose context was cut at its beginning to fit into the model's context."""
     depth: DepthTotals
     head_flops: int = field(repr=False)
 
     def figures(self) -> dict[str, Any]:
-        """As JSON has it, without the single items."""
+        """As written to JSON, without the individual items."""
         tokens = self.depth.tokens
         executed, dense = (flops / tokens - self.head_flops for flops in (self.depth.flops, self.depth.flops_dense))
         return {
@@ -84,7 +84,7 @@ def score_run(
     device: str = "auto",
     show: bool = False,
 ) -> dict[str, Any]:
-    """Score a finished run on the tasks of `source`; with a budget of 1 every token is worked on everywhere."""
+    """Score a finished run on the tasks in `source`; with a budget of 1 no token skips anything."""
     if execution not in EXECUTIONS:
         raise UserError(f"execution is {execution!r}; expected one of {', '.join(EXECUTIONS)}")
     if items is not None and items < 1:
@@ -113,7 +113,7 @@ def score_run(
 class _Choice:
     ids: list[int]
     length: int
-    """How many of the ids are the choice, at the end; the context precedes it."""
+    """How many ids at the end belong to the choice; the others are the context."""
     shortened: bool
     log_p: float = math.nan
     greedy: bool = False
@@ -129,7 +129,7 @@ def score(
     everyone: bool = False,
     progress: Progress | None = None,
 ) -> Score:
-    """Score a model in evaluation mode. `everyone`: no token skips anything, whatever the thresholds are."""
+    """Score a model that is in evaluation mode. With `everyone` no token skips anything, whatever the thresholds."""
     asked = [[_choice(tokenizer, item.context, text, model.config.context) for text in item.choices] for item in items]
     depth = []
     for batch in _batches([choice for choices in asked for choice in choices], model.config.vocab_size):
@@ -154,7 +154,7 @@ def score(
 
 
 def _is_right(item: Item, choices: list[_Choice]) -> tuple[bool, bool]:
-    """Whether the model's answer is right: the likeliest choice, and the likeliest per character."""
+    """Whether the most likely choice is right, and whether the most likely one per character is."""
     if len(choices) == 1:
         return choices[0].greedy, choices[0].greedy
     plain = [choice.log_p for choice in choices]
@@ -163,7 +163,7 @@ def _is_right(item: Item, choices: list[_Choice]) -> tuple[bool, bool]:
 
 
 def _choice(tokenizer: Tokenizer, context: str, text: str, longest: int) -> _Choice:
-    """Context and choice are encoded together, as a text is; where the context's tokens end, the choice begins."""
+    """Encode context and choice as one text; the choice begins after as many tokens as the context alone has."""
     whole = tokenizer.encode_prompt(context + text)
     length = max(1, len(whole) - len(tokenizer.encode_prompt(context)))
     ids = whole[-longest - 1 :]  # the last token is predicted, not read
@@ -173,7 +173,7 @@ def _choice(tokenizer: Tokenizer, context: str, text: str, longest: int) -> _Cho
 
 
 def _batches(choices: list[_Choice], vocabulary: int) -> Iterator[list[_Choice]]:
-    """Neighbours in length, so that there is little padding; the longest first."""
+    """Batches of similar lengths, to reduce padding; the longest first."""
     ordered = sorted(choices, key=lambda choice: -len(choice.ids))
     at_once = min(AT_ONCE, MOST_LOGITS // vocabulary)
     while ordered:
@@ -183,7 +183,7 @@ def _batches(choices: list[_Choice], vocabulary: int) -> Iterator[list[_Choice]]
 
 
 def _padded(batch: list[_Choice], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids `[batch, time]`, and which are no padding. It follows a text, and no token sees what follows it."""
+    """Ids `[batch, time]` and a mask of those that are not padding. It is on the right, where causality hides it."""
     longest = len(batch[0].ids)
     ids = torch.tensor([choice.ids + [0] * (longest - len(choice.ids)) for choice in batch], device=device)
     lengths = torch.tensor([len(choice.ids) for choice in batch], device=device)
@@ -191,7 +191,7 @@ def _padded(batch: list[_Choice], device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def _of_tokens(trace: DepthTrace, real: Tensor) -> DepthTrace:
-    """The trace of real tokens, one after the other, so that no FLOP of padding counts; attention rows are full."""
+    """The trace of the real tokens only, so that padding costs no FLOPs; attention counts over the full context."""
     return replace(trace, work=trace.work[:, real][:, None], fewer_keys=None)
 
 
@@ -204,7 +204,7 @@ def _forward(model: LanguageModel, ids: Tensor, execution: Execution, *, everyon
 
 
 def _keep(batch: list[_Choice], ids: Tensor, logits: Tensor) -> None:
-    """Write into each choice how likely it is, and whether greedy decoding would have written it."""
+    """Set each choice's log-probability, and whether greedy decoding would produce it."""
     ends = torch.tensor([len(choice.ids) - 1 for choice in batch], device=ids.device)
     lengths = [choice.length for choice in batch]
     starts = ends - torch.tensor(lengths, device=ids.device)

@@ -1,4 +1,4 @@
-"""One paper, one file. A new method: its file here, its entry in METHODS, its knobs in method_configs.py."""
+"""One file per paper. A new method needs a file here, an entry in METHODS, and a config class in method_configs.py."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ METHODS: dict[str, type[Method]] = {
 
 
 def build(config: RunConfig, spellings: Sequence[bytes] | None = None) -> LanguageModel:
-    """The untrained model of `config` on the CPU. The same seed gives the same weights; the global RNG is untouched.
+    """The untrained model for `config`, on the CPU. The same seed gives the same weights; the global RNG is untouched.
 
     spellings: the text of each token (`Tokenizer.spellings`), for methods that decide by it.
     """
@@ -46,11 +46,11 @@ def build(config: RunConfig, spellings: Sequence[bytes] | None = None) -> Langua
 
 
 def outline(config: RunConfig) -> LanguageModel:
-    """The model of `config` on the meta device: shapes without memory."""
+    """The model for `config` on the meta device: shapes without memory."""
     with torch.device("meta"):
         return build(config)
 
 
 def dial_of(config: RunConfig) -> Dial | None:
-    """The costs at which a trained model of `config` can be executed; None if there is only one."""
+    """The dial of a trained model with this `config`; None if it can be executed at one cost only."""
     return METHODS[method_name(config.method)].dial(config.model, config.method)

@@ -4,18 +4,18 @@
     N = min {n : sum_{i<=n} h^i >= 1 - epsilon},  at most `max_steps`;       R = 1 - sum_{i<N} h^i
     p^n = h^n for n < N,   p^N = R;      s = sum_n p^n s^n;      loss = task + tau * mean(N + R)
 
-The same block S is applied again and again, told the number of the step by a learned signal e_n. The output is the true
-weighted sum, whose weights add up to 1; N is a constant to the gradient, so that the ponder cost N + R falls by what
-any h before the last one rises. Positions that have halted are frozen: they are not transformed any more, and the
-others keep attending to the state they halted with, through the block's key and value projections at each step.
+The same block S is applied repeatedly, with a learned signal e_n for each step. The output is the exact weighted sum,
+whose weights add up to 1. The gradient treats N as a constant, so the ponder cost N + R has gradient -1 with respect to
+every h before the last. Halted positions are frozen: they are not transformed any more, and the others keep attending
+to the state they halted with, through the block's key and value projections at each step.
 
-The Universal Transformer adds positions at every step, beside the step's signal. Rotary ones enter at every step here
-too; learned ones once, with the embedding, and the residual stream carries them on: a deviation, kept so that saved
-models stay what they are.
-Left open by the sources and decided here: the block is the pre-norm one of this project; h reads the state after the
-step, as in Graves (the other public reading is before it). `max_steps` is the model's number of layers unless set, so
-that at full depth it costs the same. There is no softer execution than this one: hard computes every step for every
-token, sparse for running ones.
+The Universal Transformer adds positions at every step, together with the step's signal. Rotary positions act at every
+step here, too; learned positions are added once, to the embedding. This is a deviation, kept so that saved models do
+not change.
+Left open by the sources and decided here: the block is this project's pre-norm block; h reads the state after the step,
+as in Graves (other public code reads it before). `max_steps` defaults to the model's number of layers, so that the cost
+at full depth is the same. Soft execution equals hard: every step is computed for every token; sparse execution computes
+only running tokens.
 """
 
 from dataclasses import replace
@@ -59,7 +59,7 @@ class ACT(Method):
             if self.halting is not None and step < self.steps - 1:
                 h = torch.sigmoid(self.halting(hidden))
                 goes_on, again = self._goes_on(step, running, left - h, ctx)
-                # The halting rule keeps h below what is left; decisions from outside may not.
+                # The halting rule keeps h below what is left; given decisions may not.
                 weight = torch.where(again, torch.minimum(h, left), left)
             remainder = remainder + left * (running & ~again)
             weight = weight * running
@@ -70,14 +70,14 @@ class ACT(Method):
         return MethodOutput(output, trace, {"ponder": self.ponder_cost * ponder})
 
     def _step(self, step: int, hidden: Tensor, ctx: Context, running: Tensor) -> Tensor:
-        """S for the running tokens; halted tokens keep their state, which others still attend to."""
+        """S for the running tokens. Halted tokens keep their state, and others still attend to it."""
         signalled = hidden + self.signal.weight[step]
-        rows = Rows(running) if ctx.execution == "sparse" else None  # else the line below selects
+        rows = Rows(running) if ctx.execution == "sparse" else None  # otherwise torch.where below selects
         stepped = self.block(signalled, replace(ctx, layer=step), rows)
         return torch.where(running[..., None], stepped, hidden)
 
     def _goes_on(self, step: int, running: Tensor, left: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Who runs the next step, and who runs any later one: the same, unless decisions are given."""
+        """Which tokens run the next step, and which run any later one; they differ only if decisions are given."""
         own = running & (left > self.epsilon)
         later = ctx.real(own[None] if ctx.decisions is None else ctx.decisions[step:])
         return later[0], later.any(0)

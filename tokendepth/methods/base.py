@@ -1,4 +1,4 @@
-"""What every method is: it owns its blocks and routers and says how depth is spent."""
+"""The base class of all methods. A method owns its blocks and routers and decides how depth is spent."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,49 +16,50 @@ from tokendepth.trace import DepthTrace, Site
 
 @dataclass(frozen=True)
 class Dial:
-    """How one trained model is executed at several costs."""
+    """The setting by which one trained model can be executed at several costs."""
 
     name: str
     """Its name in eval.json and in tables."""
     points: tuple[float, ...]
-    """The values at which a curve of quality over cost is drawn."""
+    """The values at which a curve of quality over cost is measured."""
     own: float
     """The default value."""
     calibrated: bool = False
-    """Whether a value is a share of tokens, reached by thresholds that are found on training text."""
+    """Whether the value is a share of tokens, for which thresholds are calibrated on training text."""
     trained: bool = True
-    """Whether the model was trained to serve every value, so that a curve is drawn without being asked for."""
+    """Whether the model was trained for every value, so that the curve is measured by default."""
 
 
 class Method(nn.Module):
     """Hidden states and a `Context` in; hidden states, a `DepthTrace` and auxiliary losses out.
 
-    The contract suite checks what every method promises: causal in evaluation; cached decoding equals the full forward,
-    padding and ragged lengths change nothing; sparse equals hard; every parameter is trained, also with padding; the
-    trace's FLOPs are those executed; saved and loaded it computes the same; the same seed gives the same weights; it
-    runs in every precision; its gradient does not depend on how a batch is cut, or it says so.
+    The contract tests check the guarantees of every method: it is causal in evaluation; cached decoding equals the full
+    forward; padding and ragged lengths change nothing; sparse equals hard execution; every parameter is trained, also
+    with padding; the trace's FLOPs are those executed; a saved and loaded model computes the same; the same seed gives
+    the same weights; it runs in every precision; its gradient does not depend on how a batch is split, unless it has a
+    `batch_statistic`.
     """
 
     has_soft = True
-    """Whether soft execution weights what hard execution skips; if not, soft is the same as hard."""
+    """Whether soft execution weights what hard execution skips; if not, soft equals hard."""
     decides_by_threshold = True
-    """Whether every decision compares a score with a threshold, so that a pass can be given thresholds."""
+    """Whether every decision compares a score with a threshold, so that `forward` can be given thresholds."""
     one_decision = False
-    """Whether all routed sites share one decision; of decisions given for each, the first is used."""
+    """Whether all routed sites share one decision; if decisions are given for each site, the first is used."""
     skips_on_device = False
-    """Whether sparse execution needs no host synchronisation where kernels run."""
+    """Whether sparse execution with kernels needs no host synchronisation."""
     packs = False
-    """Whether sparse execution packs the tokens of several blocks once."""
+    """Whether sparse execution packs the active tokens once for several blocks."""
     decides_by_text = False
-    """Of a method that packs: whether its decisions depend on the tokens alone, and on no state."""
+    """For methods that pack: whether decisions depend only on the tokens, not on states."""
     draft_share = 0.2
-    """The share of tokens, or of routed blocks, that works in a draft, unless another is named."""
+    """Default share of tokens, or of routed blocks, that are active in a draft."""
     wants_teacher = False
-    """Whether its losses compare with a teacher's logits where there is one."""
+    """Whether its losses use a teacher's logits, if there is a teacher."""
     batch_statistic: str | None = None
     """A statistic that training takes over a whole micro-batch; the gradient then depends on accumulation and ranks."""
     controls: Mapping[str, Mapping[str, Any]] = {}
-    """Controls that execute the same weights under hard: by name, the attributes to override meanwhile."""
+    """Controls with the same weights in hard execution: for each name, the attributes to override temporarily."""
     point_controls: Mapping[str, Mapping[str, Any]] = {}
     """The same, for every point of a curve."""
 
@@ -70,50 +71,50 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def until_decided(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of a method that packs, the first part of a pass: states and scores, for `Context.scored`.
+        """For methods that pack, the first part of a forward pass: states and scores, for `Context.scored`.
 
-        And how many tokens will be packed, unless `active_count_by_text` tells that sooner.
+        Also returns how many tokens will be packed; None if `active_count_by_text` gives that earlier.
         """
         raise NotImplementedError
 
     def active_count_by_text(self, ctx: Context) -> Tensor:
-        """Of a method that packs and decides by the text: how many tokens will be packed."""
+        """For methods that pack and decide by the text: how many tokens will be packed."""
         raise NotImplementedError
 
     def sites(self, keys: int) -> tuple[Site, ...]:
-        """Where this method can spend depth, and the cost there when a query attends over `keys` keys."""
+        """Where this method can spend depth, and the cost there when a query attends to `keys` keys."""
         raise NotImplementedError
 
     @property
     def cache_layers(self) -> int:
-        """Number of layers of keys and values that a `KVCache` for this method needs."""
+        """Number of layers that a `KVCache` for this method needs."""
         return self.model.n_layer
 
     def routers(self) -> Sequence[nn.Module]:
-        """The modules that decide; none for a fixed depth."""
+        """The modules that decide; empty for a fixed depth."""
         return []
 
     def additions(self) -> Sequence[nn.Module]:
-        """What a retrofit puts into a dense model: the routers, and what else is new in it."""
+        """The modules that a retrofit adds to a dense model: the routers, and any others."""
         return self.routers()
 
     def fit(self, parts: Iterable[Tensor], ctx: Context) -> None:
-        """Before a retrofit is trained: give what is new in the model its first weights, by states of some text.
+        """Before a retrofit is trained: initialise the added modules from the states of some text.
 
         parts: embedded tokens, each `[batch, time, d]`.
         """
 
     def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
-        """Receive the text of each token before training, for methods that decide by it; kept as a buffer."""
+        """Receives the text of each token before training, for methods that decide by it; kept as a buffer."""
 
     def set_progress(self, done: float) -> None:
-        """Before each training step: which part of the steps is done. For a method that changes as it is trained."""
+        """Called before each training step with the share of steps done, for methods that change during training."""
 
     # -- operating points
 
     @classmethod
     def dial(cls, model: ModelConfig, config: Any) -> Dial | None:
-        """The costs at which a model of these configs can be executed; None if there is only one."""
+        """The dial of a model with these configs; None if it can be executed at one cost only."""
         return None
 
     def set_point(self, value: float) -> None:
@@ -121,15 +122,15 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
-        """Set the thresholds so that `share` of the tokens of `parts`, each `[batch, time, d]`, is active.
+        """Set the thresholds so that `share` of the tokens in `parts`, each `[batch, time, d]`, are active.
 
-        May overwrite `parts`. Returns the active share of every sequence, `[sequence]`, or `[decision, sequence]` where
+        May overwrite `parts`. Returns the active share of every sequence, `[sequence]`, or `[decision, sequence]` if
         there are several decisions.
         """
         raise NotImplementedError
 
     def live_thresholds(self) -> Tensor | None:
-        """`[routed site]`: thresholds that may change after the model was compiled."""
+        """`[routed site]`: thresholds that may change after the model is compiled."""
         return None
 
     @property
@@ -146,15 +147,15 @@ class Method(nn.Module):
 
     def traced(self, work: Sequence[Tensor] | Tensor, ctx: Context) -> DepthTrace:
         """The trace of `work`, `[batch, time]` for each site, bool or a number in [0, 1]."""
-        # Decisions are stacked before they become numbers: one kernel instead of one a site.
+        # Decisions are stacked before they are converted: one kernel instead of one per site.
         stacked = work.detach() if isinstance(work, Tensor) else torch.stack([part.detach() for part in work]).float()
         return DepthTrace(stacked, self.sites(ctx.key_count(stacked.shape[2])), ctx.execution)
 
 
 def balance_and_z(logits: Tensor, choice: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-    """Of `[batch, time, n]` logits and the `choice` they led to: n * sum_i f_i P_i, and the mean logsumexp squared.
+    """The balance loss n * sum_i f_i P_i and the z-loss, mean logsumexp^2, of `[batch, time, n]` logits.
 
-    f_i is the share of tokens that chose i, P_i its mean probability; both are of the micro-batch.
+    f_i is the share of tokens whose `choice` is i, P_i its mean probability, both over the micro-batch.
     """
     n = logits.shape[-1]
     share = ctx.mean(F.one_hot(choice, n).float().movedim(-1, 0))
@@ -163,18 +164,18 @@ def balance_and_z(logits: Tensor, choice: Tensor, ctx: Context) -> tuple[Tensor,
 
 
 def divergence(told: Tensor, logits: Tensor) -> Tensor:
-    """KL(told || logits) of each token, in nats, for logits `[..., vocabulary]`."""
+    """KL(told || logits) per token, in nats, for logits `[..., vocabulary]`."""
     told, own = (F.log_softmax(x.float(), dim=-1) for x in (told, logits))
     return F.kl_div(own, told, log_target=True, reduction="none").sum(-1)
 
 
 def annealed(done: float, anneal: float) -> float:
-    """How far a budget has fallen from 1 to its value, from 0 to 1, when `done` of the training is."""
+    """How far a budget has moved from 1 to its final value, from 0 to 1, after the share `done` of the training."""
     return min(1.0, done / anneal) if anneal else 1.0
 
 
 def everyone(hidden: Tensor) -> Tensor:
-    """The work of a site where every token is active."""
+    """The work at a site where every token is active."""
     return torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
 
 
@@ -191,5 +192,5 @@ def through(
 
 
 def blocks_of(modules: nn.ModuleList) -> list[Block]:
-    """The same blocks, as a type checker knows them."""
+    """The same blocks, typed as `Block`."""
     return [block for block in modules if isinstance(block, Block)]

@@ -1,19 +1,19 @@
-"""Budget routing: TSA's router, trained so that the decision is a decision.
+"""Budget routing: TSA's router, trained with the hard decisions that are executed later.
 
     s_l = -r_l(norm(h)),   active_l = s_l > tau_l,   h <- h + active_l * sigmoid(s_l) * f_{l+1}(h)
 
-`budget` names the share of tokens that each routed block works on. While training, tau is the batch's own quantile, so
-the budget is held at every step and a skipped token is skipped: what the model learns is what will be executed. In
-evaluation tau is a fixed number per block, calibrated on training text, so a decision depends on its own token's past
-and on nothing else. Three things make it work (docs/LOG.md has what did not):
+`budget` is the share of tokens that each routed block processes. In training, tau is the quantile of the batch's
+scores, so the budget is met at every step and skipped tokens really are skipped: training matches execution. In
+evaluation tau is a fixed number per block, calibrated on training text, so a decision depends only on the token and its
+past. Three things make it work (docs/LOG.md lists what did not):
 
-- The router reads the normalised state; on the raw one it first has to learn how long the states of its layer are.
-- `dial`: every sequence draws a budget of its own, so that one model serves them all.
-- `distill`: every sequence also passes at full budget, and the pass at its own budget is drawn to what that predicts.
+- The router reads the normalised state; from the raw one it would first have to learn the norms of its layer's states.
+- `dial`: every sequence draws its own budget, so that one model serves all budgets.
+- `distill`: every sequence also gets a forward pass at full budget, whose predictions are the target at its own budget.
 
-Weights ruin a model that was trained without them. For one that was, `learn` leaves kept tokens as they are, so that
-with every token active it is the untouched model: straight, the decision has the gradient of the weight; update, the
-router predicts how much the block changes a token, |f(h)| / |h|, told by the block itself.
+Weighting the updates ruins a model that was trained without weights. For such a model, `learn` leaves active tokens
+unweighted, so that with every token active the model is unchanged. `straight`: the decision gets the gradient of the
+weight. `update`: the router is trained to predict how much the block changes a token, |f(h)| / |h|.
 """
 
 import torch
@@ -33,13 +33,13 @@ from tokendepth.trace import Site
 
 CURVE = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 GOLDEN_RATIO = 0.6180339887
-"""The fractional parts of its multiples are spread evenly over [0, 1)."""
+"""The fractional parts of its multiples spread evenly over [0, 1)."""
 SMALLEST_DRAW = 0.15
 """Below the smallest budget of the dial, so that no budget is at the edge of the trained range."""
 
 
 class BudgetBlock(ExactBuffers, Block):
-    """A block, the router that guards it, and the score above which a token is active."""
+    """A block, its router, and the score above which a token is active."""
 
     threshold: Tensor
 
@@ -50,19 +50,19 @@ class BudgetBlock(ExactBuffers, Block):
         self.register_buffer("threshold", torch.tensor(0.0 if self.router else 1 - config.budget))
 
     def halt(self, hidden: Tensor) -> Tensor:
-        """`[batch, time]`: halting logits; the lowest are active first."""
+        """`[batch, time]`: halting logits; the lowest become active first."""
         assert self.router is not None
         return self.router(without_scale(self.norm_attention, hidden))
 
     def pick(self, hidden: Tensor, ctx: Context, threshold: Tensor | float, dice: Tensor | None) -> Rows:
-        """The active tokens: by the router, or by `dice` `[batch, time]` where there is none."""
+        """The active tokens, chosen by the router or, without one, by the random numbers `dice` `[batch, time]`."""
         if self.router is not None:
             return self.decide(hidden, ctx, self.router, threshold, normed=True)
         assert dice is not None
         return Rows(decide(-dice, threshold, ctx.valid).active)
 
     def execute(self, hidden: Tensor, ctx: Context, rows: Rows) -> Tensor:
-        # What an active token keeps of its updates tells the router what its decisions are worth, unless others do.
+        # With `learn` = weight the router learned by weighting the updates, so they are weighted here, too.
         return self(hidden, ctx, rows, gate=rows.keep if self.weighs else None)
 
 
@@ -71,7 +71,7 @@ class Budget(ExactBuffers, Method):
     skips_on_device = True
     batch_statistic = "the quantile of the routers' scores, which is the threshold while training"
     skipping: Tensor
-    """`[routed block]`: the share of tokens that skips while training; with `anneal` it rises from 0."""
+    """`[routed block]`: the share of tokens that skip in training; with `anneal` it rises from 0."""
 
     def __init__(self, model: ModelConfig, config: BudgetConfig) -> None:
         super().__init__(model, config)
@@ -84,7 +84,7 @@ class Budget(ExactBuffers, Method):
         self.set_progress(0.0)
 
     def shares_at(self, budget: float) -> list[float]:
-        """The share of tokens of each routed block."""
+        """The share of active tokens in each routed block."""
         profile = self.knobs.profile
         return spread(profile, budget) if profile else [budget] * len(self._routed())
 
@@ -98,8 +98,8 @@ class Budget(ExactBuffers, Method):
     # -- evaluation
 
     def _execute(self, hidden: Tensor, ctx: Context) -> MethodOutput:
-        """With fixed thresholds. Soft equals hard here: a skipped token never contributes."""
-        entering = None if self.learned else ctx.spare(hidden)  # random numbers are made from it
+        """With fixed thresholds. Soft equals hard: skipped tokens contribute nothing."""
+        entering = None if self.learned else ctx.spare(hidden)  # random decisions are derived from it
         hidden = self.blocks[0](hidden, ctx)
         work, routed = [everyone(hidden)], self._routed()
         thresholds = ctx.thresholds([block.threshold for block in routed])
@@ -111,7 +111,7 @@ class Budget(ExactBuffers, Method):
 
     @torch.no_grad()
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
-        """Block by block, since the decisions of one change the input of the next."""
+        """Block by block, since decisions in one block change the input of the next."""
         active, shares = [], self.shares_at(share)
         entering = None if self.learned else list(parts)
         for n, part in enumerate(parts):  # in place: two copies may not fit in memory
@@ -133,7 +133,7 @@ class Budget(ExactBuffers, Method):
     def _train(self, hidden: Tensor, ctx: Context) -> MethodOutput:
         batch = len(hidden)
         budgets = self._draw(batch, hidden.device) if self.draws else None
-        # Only where the number of active tokens is known beforehand, and nothing is learned of the others.
+        # Only if the number of active tokens is known beforehand and nothing is learned from the others.
         counted = budgets is None and self.knobs.learn == "weight" and not self.knobs.anneal
         if self.distill:  # the same sequences once more, at full budget
             hidden, passes = torch.cat([hidden, hidden]), ctx.twice()
@@ -154,7 +154,7 @@ class Budget(ExactBuffers, Method):
                 full = torch.arange(own.numel(), halt.numel(), device=own.device)
                 rows = ChosenRows.at(torch.cat([own_rows, full]), halt.numel())
                 taken = rows.chosen.view(hidden.shape[:2])
-                if ctx.valid is not None:  # rows beyond the share of the real tokens change nothing
+                if ctx.valid is not None:  # rows beyond the real tokens' share change nothing
                     weight = weight * torch.cat([active, torch.ones_like(halt[batch:])])
                 hidden = block(hidden, passes, Rows(taken, chosen=rows), gate=weight)
             else:
@@ -184,7 +184,7 @@ class Budget(ExactBuffers, Method):
     def _at_budget(self, scores: Tensor, valid: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
         """The tokens above the batch's quantile: as a fixed number of places, and as a 0/1 mask `[batch, time]`.
 
-        With padding there are more places than active tokens; tokens at the remaining places are not active.
+        With padding there are more places than active tokens; tokens at the remaining places are inactive.
         """
         count = scores.numel() - round((1 - share) * scores.numel())
         if valid is not None:
@@ -198,11 +198,11 @@ class Budget(ExactBuffers, Method):
         return places, active.view_as(scores)
 
     def _draw(self, batch: int, device: torch.device) -> Tensor:
-        """The budget of each sequence, `[batch, 1]`: small ones more often, since they are harder."""
+        """A budget for each sequence, `[batch, 1]`; small ones are drawn more often, since they are harder."""
         return SMALLEST_DRAW + (1 - SMALLEST_DRAW) * torch.rand(batch, 1, device=device) ** 2
 
     def _full_budget_losses(self, logits: Tensor, full_logits: Tensor, ctx: Context) -> dict[str, Tensor]:
-        """The pass at full budget learns the task, and the other learns from it."""
+        """The pass at full budget learns the task, and the other is distilled from it."""
         own, full = (F.log_softmax(x.flatten(0, 1).float(), dim=-1) for x in (logits, full_logits))
         divergence = F.kl_div(own, full.detach(), log_target=True, reduction="none").sum(-1)
         if ctx.targets is None:
@@ -213,7 +213,7 @@ class Budget(ExactBuffers, Method):
         task = F.nll_loss(full, ctx.targets.flatten(), reduction="sum") / count
         return {"distillation": distillation, "full_budget": task}
 
-    # -- what others ask
+    # -- sites, routers and operating points
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         router = sum(router.flops for router in self.routers()[:1])
@@ -245,20 +245,20 @@ class Budget(ExactBuffers, Method):
 
 
 def quantile(scores: Tensor, level: float | Tensor, valid: Tensor | None = None) -> Tensor:
-    """The number that the share `level` of all `scores` does not exceed; `level` may be a column, one per sequence.
+    """The value that the share `level` of all `scores` does not exceed; `level` may be `[batch, 1]`, one per sequence.
 
-    Scores that are not `valid` do not count.
+    Scores that are not `valid` are ignored.
     """
     level, count = torch.as_tensor(level, device=scores.device), scores.numel()
     if valid is not None:
         scores, count = torch.where(valid, scores, torch.inf), valid.sum()
     ordered = scores.flatten().sort().values
-    bounded = torch.cat([ordered[:1] - 1, ordered])  # at level 0 every score is above
+    bounded = torch.cat([ordered[:1] - 1, ordered])  # at level 0, every score is above it
     return bounded[(level * count).round().long().clamp(0, len(ordered))]
 
 
 def between(scores: Tensor, level: float) -> Tensor:
-    """As `quantile`, but midway to the next score, so that rounding does not change a decision."""
+    """As `quantile`, but midway to the next higher score, so that rounding does not change decisions."""
     lower = quantile(scores, level)
     upper = torch.where(scores > lower, scores, torch.inf).min()
     middle = torch.where(upper.isinf(), lower, (lower + upper) / 2)
@@ -266,14 +266,14 @@ def between(scores: Tensor, level: float) -> Tensor:
 
 
 def threshold_for(scores: Tensor, share: float) -> Tensor:
-    """What `share` of the scores exceed; at full budget below any score, of this text or another."""
+    """The threshold that `share` of the scores exceed; at share 1 below any score, in this text or another."""
     if share >= 1:
         return torch.full((), torch.finfo(scores.dtype).min, device=scores.device)
     return between(scores, 1 - share)
 
 
 def spread(shares: list[float], budget: float) -> list[float]:
-    """`shares` to the power at which their mean is `budget`: 1 for all at full budget, the same order at any other."""
+    """`shares` raised to the power for which their mean is `budget`; at full budget, 1 for all."""
     low, high = 0.0, 64.0
     for _ in range(60):
         power = (low + high) / 2
@@ -283,19 +283,19 @@ def spread(shares: list[float], budget: float) -> list[float]:
 
 
 def gain_target(cost: Tensor) -> Tensor:
-    """What skipping costs a token, in a scale in which rare large costs do not drown the others."""
+    """The cost of skipping a token, on a log scale, so that rare large costs do not dominate."""
     return cost.sign() * torch.log1p(10 * cost.abs())
 
 
 @torch.no_grad()
 def _relative_update(before: Tensor, after: Tensor) -> Tensor:
-    """`[batch, time]`: how much a block changes each token, for a router to predict."""
+    """`[batch, time]`: how much a block changes each token, as the router's target."""
     before, after = before.float(), after.float()
     return gain_target((after - before).norm(dim=-1) / before.norm(dim=-1))
 
 
 def _dice(entering: Tensor, decision: int, ctx: Context) -> Tensor:
-    """Pseudo-random numbers in [0, 1) that carry no useful signal, the same however the sequence is batched.
+    """Pseudo-random numbers in [0, 1) without useful signal, independent of how sequences are batched.
 
     They are digits of the embedded token. Rotary positions are not part of the embedding, so they are added here.
     """

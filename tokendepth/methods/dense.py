@@ -1,4 +1,4 @@
-"""The fixed-depth baseline: every token passes every block, whatever the execution is called."""
+"""The fixed-depth baseline: every token goes through every block in every execution mode."""
 
 from torch import Tensor, nn
 

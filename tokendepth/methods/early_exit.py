@@ -1,22 +1,23 @@
-"""Early exit: a token leaves at the first block whose prediction is good enough, and skips the rest.
+"""Early exit: a token exits after the first block whose prediction is good enough, and skips the remaining blocks.
 
-Two papers in one file. The baseline of the TSA paper leaves by *confidence*: after every block the head is read,
-and a token whose largest probability exceeds the threshold takes that answer. The Depth-Adaptive Transformer (Elbayad
-et al. 2020) also *learns* when to leave, after block n with chance chi_n = sigmoid(w h_n + b) if it has not left yet:
+Two papers in one file. The baseline in the TSA paper exits by *confidence*: the head is read after every block, and a
+token whose largest probability exceeds the threshold keeps that prediction. The Depth-Adaptive Transformer (Elbayad
+et al. 2020) also *learns* when to exit: a token that has not exited yet exits after block n with probability
+chi_n = sigmoid(w h_n + b):
 
     q(n) = chi_n * prod_{i<n} (1 - chi_i)   for n < N,      q(N) = prod_{i<N} (1 - chi_i)
 
-trained by cross-entropy to the exit that an oracle names from the targets: the n that maximises LL_n - lambda n
-(`likelihood`), or C_n - lambda n with C_n = 1 where the likeliest token is right (`correctness`).
+This is trained by cross-entropy to the exit that an oracle picks from the targets: the n that maximises LL_n - lambda n
+(`likelihood`), or C_n - lambda n with C_n = 1 if the most likely token is correct (`correctness`).
 
-Training is aligned in both: one pass through all blocks, every exit read by the head, the loss their uniform mean.
-The paper keeps the exit loss out of its first updates; here it sees the states without a gradient to them, so that it
-never disturbs what they learn.
+Both use aligned training: one forward pass through all blocks, the head read at every exit, and the uniform mean of
+their losses. The Depth-Adaptive Transformer leaves the exit loss out of its first updates; here the exit loss has no
+gradient into the states, so that it never disturbs what they learn.
 
-A token that has left goes on costing its keys and values, which each later block projects anew from the carried state,
-as in the Depth-Adaptive Transformer; the TSA paper does not say what it did. Confidence costs the head after each block
-that a token runs, and the last of these reads is its answer; learned halting costs one product per block, and the head
-once. The stem is a site of its own and counts in no active fraction.
+A token that has exited still costs keys and values, which each later block projects from the carried state, as in the
+Depth-Adaptive Transformer; the TSA paper does not say what it did. Confidence costs one read of the head for each block
+that a token goes through, and the last of these reads is its answer; learned halting costs one product per block, and
+the head once. The stem is a site of its own and is not part of the active fraction.
 """
 
 import torch
@@ -36,7 +37,7 @@ NEVER = 1.0
 
 
 class Confidence(nn.Module):
-    """The largest probability; nothing to learn."""
+    """The largest probability; no parameters."""
 
     def forward(self, logits: Tensor) -> Tensor:
         """`[batch, time, vocabulary] -> [batch, time]`"""
@@ -49,10 +50,10 @@ class EarlyExit(Method):
     def __init__(self, model: ModelConfig, config: EarlyExitConfig) -> None:
         super().__init__(model, config)
         self.knobs, self.by_confidence = config, config.exit == "confidence"
-        self.skips_on_device = not self.by_confidence  # reading the head needs the number of tokens that go on
+        self.skips_on_device = not self.by_confidence  # reading the head needs the number of active tokens on the host
         self.blocks = nn.ModuleList(Block(model, layer) for layer in range(model.n_layer))
-        # Off, tokens that left are still computed and only their answer is kept, as the TSA paper may have done. For
-        # confidence only: a halting unit would read the state that was computed on.
+        # If off, tokens that exited are still computed and only their answer is kept, as the TSA paper may have done.
+        # For confidence only: a halting unit would read the states computed after the exit.
         self.freezes = True
         self.point_controls = {"read_early": {"freezes": False}} if self.by_confidence else {}
         self.exit: Confidence | HaltingUnit | None = None
@@ -72,10 +73,10 @@ class EarlyExit(Method):
         work = [everyone(hidden)]
         for block, threshold in zip(later, ctx.thresholds([0.0] * len(later)), strict=True):
             assert self.exit is not None
-            # A token that left keeps its state and answer, so every later block decides the same about it.
+            # A token that exited keeps its state and answer, so every later block decides the same about it.
             certainty = self.exit(hidden).sigmoid() if logits is None else self.exit(logits)
             active = ctx.real(self.threshold - certainty >= threshold)
-            # If tokens that left are not frozen, all tokens are computed.
+            # If tokens that exited are not frozen, all tokens are computed.
             hidden = block(hidden, ctx, Rows(active) if self.freezes or ctx.execution == "sparse" else None)
             if logits is not None and ctx.execution == "sparse":
                 logits = logits.masked_scatter(active[..., None], self._read(hidden[active], ctx))
@@ -103,7 +104,7 @@ class EarlyExit(Method):
         counted = (ctx.targets >= 0).float()  # positions with a loss
         count = counted.sum().clamp(min=1)
         per_exit = -(likelihood * counted).sum((1, 2)) / count
-        # The task's loss is that of the last exit; with this it is the mean over all of them.
+        # The task loss is that of the last exit; this makes it the mean over all exits.
         losses = {"exits": per_exit.mean() - per_exit[-1]}
         if isinstance(self.exit, HaltingUnit):
             correct = (logits.argmax(-1) == ctx.targets).float()
@@ -114,10 +115,10 @@ class EarlyExit(Method):
             losses["halting"] = self.knobs.halting_loss * (cross_entropy * counted).sum() / count
         return MethodOutput(hidden, trace, losses, logits[-1])
 
-    # -- what others ask
+    # -- sites, routers and operating points
 
     def sites(self, keys: int) -> tuple[Site, ...]:
-        # The stem's read is every token's first: the head's own.
+        # The read after the stem, which every token needs, is the one that the model counts as its head.
         read = head_flops(self.model) if self.by_confidence else 0
         router = self.exit.flops if isinstance(self.exit, HaltingUnit) else 0
         sites = []
@@ -145,9 +146,9 @@ def _threshold(config: EarlyExitConfig) -> float:
 
 
 def oracle_exit(scores: Tensor, penalty: float, smoothing: float) -> Tensor:
-    """`[exit, batch, time] -> [batch, time]`: the exit n of highest score - penalty * n, the earliest of equals.
+    """`[exit, batch, time] -> [batch, time]`: the exit n with the highest score - penalty * n, the earliest on ties.
 
-    `smoothing` is the sigma of the kernel exp(-|t - t'|^2 / sigma) that sums the scores of neighbours; 0 is off.
+    `smoothing` is the sigma of the kernel exp(-|t - t'|^2 / sigma) that sums the scores of neighbours; 0: off.
     """
     if smoothing:
         place = torch.arange(scores.shape[2], device=scores.device, dtype=scores.dtype)
@@ -157,13 +158,13 @@ def oracle_exit(scores: Tensor, penalty: float, smoothing: float) -> Tensor:
 
 
 def exit_distribution(halting: Tensor) -> Tensor:
-    """log q `[exit, ...]` from the halting logits `[exit - 1, ...]`: the last exit takes the tokens that are left."""
+    """log q `[exit, ...]` from the halting logits `[exit - 1, ...]`; the last exit takes the remaining probability."""
     certain = torch.zeros_like(halting[:1])
     stayed = torch.cat([certain, F.logsigmoid(-halting).cumsum(0)])
     return stayed + torch.cat([F.logsigmoid(halting), certain])
 
 
 def _log_likelihood(logits: Tensor, targets: Tensor) -> Tensor:
-    """`[exit, batch, time]`; 0 where there is no target."""
+    """`[exit, batch, time]`; 0 at positions without a target."""
     targets = targets.expand(len(logits), -1, -1)
     return -F.cross_entropy(logits.flatten(0, 2).float(), targets.flatten(), reduction="none").view_as(targets)

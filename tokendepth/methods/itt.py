@@ -1,17 +1,17 @@
-"""Inner Thinking Transformer (Chen et al. 2025): every other layer is applied again to the tokens that need it.
+"""Inner Thinking Transformer (Chen et al. 2025): every other layer is applied repeatedly to the tokens that need it.
 
     Y(0) = f(x);    at thinking step t:   w = R_t(Y(t-1)),
     Y'(t) = alpha_t w f(Y(t-1))  for the tokens of highest w, a share `capacity` of the sequence;  else Y'(t) = Y(t-1)
     Y(t) = Y(0) * phi_0 + sum_{i<=t} Y'(i) * phi_i                               (residual thinking connection)
 
-f is the layer itself, phi_t in R^d the learned encoding of step t, alpha_t a learned number, R_t a linear router of its
-own for each step. `steps` counts applications, the first included: the paper's "x4" costs as much as four.
+f is the layer itself, phi_t in R^d the learned encoding of step t, alpha_t a learned number, and R_t a linear router,
+one for each step. `steps` counts all applications, including the first: the paper's "x4" costs as much as four.
 
-Open in the sources and decided here. The percentile sees the whole sequence, and no rule is given for decoding or for
-keys and values: both are taken from Mixture-of-Depths. In evaluation a token thinks where a logit of its own is above
-0, a predictor's that is trained on the side (then the task's loss is the only one that reaches the model, as in the
-paper), or the router's own. At a thinking step the selected tokens attend to each other, and only they leave a key and
-a value there. At first phi_0 is 1, the other phi are 0.1, so that thinking starts as a correction; alpha is 1.
+Left open by the sources and decided here: the percentile is taken over the whole sequence, and no rule is given for
+decoding or for keys and values; both are taken from Mixture-of-Depths. In evaluation a token thinks if a logit is above
+0: that of a predictor trained on the side (then the task loss is the only one that reaches the model, as in the paper),
+or the router's own. At a thinking step the selected tokens attend to each other, and only they have keys and values
+there. Initially phi_0 is 1, the other phi are 0.1, so that thinking starts as a correction; alpha is 1.
 """
 
 from dataclasses import replace
@@ -46,7 +46,7 @@ class ITT(Method):
         super().__init__(model, config)
         self.steps, self.capacity, self.decision_loss = config.steps, config.capacity, config.decision_loss
         blocks, layer = [], 0
-        for n in range(model.n_layer):  # a layer of the cache for each application
+        for n in range(model.n_layer):  # one cache layer per application
             thinks = n % config.every == config.every - 1
             blocks.append(ThinkingBlock(model, layer, config) if thinks else Block(model, layer))
             layer += config.steps if thinks else 1

@@ -1,16 +1,16 @@
-"""Mixture-of-Depths (Raposo et al. 2024): in every other block a fixed number of tokens is worked on.
+"""Mixture-of-Depths (Raposo et al. 2024): every other block processes a fixed number of tokens.
 
     x_i <- x_i + r_i f_i(X~)   if r_i > P_beta(R), the threshold that C of the S tokens exceed;   else x_i     (eq. 1)
 
 `r_i = w^T x_i` is the router's weight, `X~` are the selected tokens in their original order and at their original
-positions, and `f` is what a block adds to its input: the weight scales the update alone, the residual passes once and
-unscaled. Selected tokens attend only to tokens that the same block selected, and only those leave a key and a value.
+positions, and `f` is what a block adds to its input: the weight scales only the update, and the residual is added once,
+unscaled. Selected tokens attend only to tokens that the same block selected, and only those have keys and values.
 
-The C highest of a whole sequence cannot be known before it ends, so the top-k is for training. In evaluation a token is
-selected where a logit of its own is above 0 (probability 0.5). `decides` names the paper's two ways to train that logit
-by binary cross-entropy, with "was among the top k" as the target: `router` takes r itself, which moves what the
-language model learns; `predictor` is a small network on the state, from which no gradient flows back. The share of
-tokens selected in evaluation is therefore learned, not fixed: the trace reports it.
+The top C of a whole sequence are not known before it ends, so top-k is used in training only. In evaluation a token is
+selected if a logit is above 0 (probability 0.5). `decides` names the paper's two ways to train that logit by binary
+cross-entropy, with "was among the top k" as the target: `router` uses r itself, which affects what the language model
+learns; `predictor` is a small network on the state, from which no gradient flows back. The share of tokens selected in
+evaluation is therefore learned, not fixed; the trace reports it.
 """
 
 import math
@@ -38,7 +38,7 @@ class Selector(nn.Module):
         self.predictor = Router(d_model) if decides == "predictor" else None
 
     def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """`[batch, time]` twice: the weight, and the logit by which a token is selected where it is above 0."""
+        """`[batch, time]` each: the weight, and the logit, which selects a token if it is above 0."""
         weight = self.router(h)
         return weight, weight if self.predictor is None else self.predictor(h.detach())
 
@@ -52,7 +52,7 @@ class Selector(nn.Module):
 
 
 class MoDBlock(Block):
-    """A block and the selector of its tokens."""
+    """A block and its selector."""
 
     def __init__(self, model: ModelConfig, layer: int, config: MoDConfig) -> None:
         super().__init__(model, layer)
@@ -111,9 +111,9 @@ class MoD(Method):
 
 
 def among_site(block: Block, name: str, keys: int, *, router: float = 0.0) -> Site:
-    """A site for selected tokens only: the others cost the decision and nothing else, not even key and value.
+    """A site for selected tokens only: the others cost only the decision, not even key and value.
 
-    Keys of the others are masked, not removed, so that a selected token attends over the full number of columns.
+    Keys of the others are masked, not removed, so a selected token attends over all columns.
     """
     site = block.site(name, keys, routed=True)
     return Site(name, True, always=0.0, active=site.always + site.active, router=router)
@@ -128,26 +128,26 @@ def decision_loss(logit: Tensor, active: Tensor, ctx: Context) -> Tensor:
 
 @dataclass(frozen=True)
 class Selected:
-    """A fixed number of tokens of every sequence, gathered as a shorter sequence."""
+    """A fixed number of tokens from every sequence, gathered into a shorter sequence."""
 
     places: Tensor
-    """`[batch, k]`: those that are selected, in their original order, and filler."""
+    """`[batch, k]`: the selected tokens, in their original order, and filler."""
     there: Tensor | None
-    """`[batch, k]`: which of them are selected. None: all are."""
+    """`[batch, k]`: True for selected tokens, False for filler. None: all are selected."""
 
     @classmethod
     def above(cls, ranked: Tensor, threshold: Tensor | float, share: float, valid: Tensor | None) -> "Selected":
-        """The tokens above the threshold that find room, first and in order; then whatever fills up the rows.
+        """The tokens above the threshold, first and in order, followed by filler.
 
-        share: the rows of a sequence, as a share of its real tokens. The lowest that find no room are left out.
+        share: rows per sequence, as a share of its real tokens. If there are too few, the lowest scores are left out.
         """
         time = ranked.shape[1]
         if valid is not None:
             ranked = torch.where(valid, ranked, -torch.inf)
         room = min(time, math.ceil(share * time))
-        best = ranked.argsort(dim=1, descending=True, stable=True)[:, :room]  # of equals the earlier
+        best = ranked.argsort(dim=1, descending=True, stable=True)[:, :room]  # on ties, the earlier
         there = ranked.gather(1, best) > threshold
-        if valid is not None:  # padding takes no room and makes none
+        if valid is not None:  # padding neither takes up rows nor adds any
             real = valid.sum(1, keepdim=True)
             there = there & (torch.arange(room, device=best.device) < (share * real.double()).ceil())
         order = torch.where(there, best, best + time).sort(dim=1).values
@@ -164,7 +164,7 @@ class Selected:
         return hidden.scatter_add(1, self.places[..., None].expand_as(update), update.to(hidden.dtype))
 
     def put(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """`hidden` with `rows` `[batch, k, d]` in their places."""
+        """`hidden` with `rows` `[batch, k, d]` written to their places."""
         if self.there is not None:
             rows = torch.where(self.there[..., None], rows, self.take(hidden))
         return hidden.scatter(1, self.places[..., None].expand_as(rows), rows.to(hidden.dtype))
@@ -180,20 +180,20 @@ class Selected:
         return ctx.packed(self.places, self.there)
 
     def among(self, chosen: "Selected") -> "Selected":
-        """Of these tokens, those that `chosen` selects by their place among them."""
+        """The subset that `chosen` selects, by index among these tokens."""
         return Selected(self.places.gather(1, chosen.places), chosen.there)
 
 
 def share_of(capacity: float, time: int) -> int:
-    """The number of tokens of a capacity; from shapes alone, so that the device is not asked."""
+    """The number of tokens for a capacity; depends only on shapes, which avoids a host synchronisation."""
     return max(1, round(capacity * time))
 
 
 def top_k(scores: Tensor, capacity: float, ctx: Context, of: tuple[int, Tensor | None] | None = None) -> Selected:
-    """The highest of each row of `scores` `[batch, n]`: the share `capacity` of the tokens of its sequence.
+    """The highest of each row of `scores` `[batch, n]`, as many as the share `capacity` of the sequence's tokens.
 
-    `of`: length of the whole sequences and which of their tokens are valid, if they are longer than `scores`. Padding
-    is never selected, and the share is one of the real tokens.
+    `of`: length and valid mask of the whole sequences, if they are longer than `scores`. Padding is never selected, and
+    the share is that of the real tokens.
     """
     scores, (time, valid) = scores.detach(), of or (scores.shape[1], ctx.valid)
     k = share_of(capacity, time)

@@ -1,24 +1,25 @@
-"""Mixture-of-Recursions (Bae et al. 2025): some layers are applied again and again, to fewer and fewer tokens.
+"""Mixture-of-Recursions (Bae et al. 2025): some layers are applied repeatedly, to fewer and fewer tokens.
 
-Middle-cycle sharing: the first and the last layer are unique, the layers between are one shared block Phi that is
-applied `recursions` times. The model's number of layers counts applications, so that at full depth the costs compare.
-How a token's number of recursions is chosen:
+Middle-cycle sharing: the first and the last layer are unique, and the layers between them are one shared block Phi that
+is applied `recursions` times. The model's number of layers counts applications, so that costs at full depth are
+comparable. A token's number of recursions is chosen in one of two ways:
 
-`expert`: each recursion r has a router, g = alpha * sigmoid(theta_r^T H), and takes the tokens of highest g,
+`expert`: each recursion r has a router, g = alpha * sigmoid(theta_r^T H), and takes the tokens with the highest g,
 
     H <- H + g Phi(H)  if the token is chosen, else H;        capacities N/N, (N-1)/N, ..., 1/N of all tokens
 
-and only tokens that were chosen before (hierarchical filtering). Top-k over a sequence sees the future, so it is for
-training, where a binary cross-entropy with "was chosen" as the target teaches each later router the same decision from
-the token alone; evaluation takes a token that is still in where its logit is above 0 (probability 0.5).
+and only tokens that were chosen before (hierarchical filtering). Top-k over a sequence sees the future, so it is used
+in training only. There, a binary cross-entropy with "was chosen" as the target teaches each later router to make the
+same decision from the token alone. In evaluation a token chosen so far is chosen again if its logit is above 0
+(probability 0.5).
 
-`token`: one router at the entry, softmax over the recursions; the likeliest depth i is the token's, with g its
-probability. It passes Phi i times, and after the last H <- H^1 + g Phi(H), H^1 being the state at the entry. A balance
-loss, N * sum_i f_i P_i, and a z-loss, mean logsumexp^2, keep depths in use. This is causal as it is.
+`token`: one router at the entry, with a softmax over the recursions. The most likely depth i is the token's, with
+probability g. The token goes through Phi i times, and after the last H <- H^1 + g Phi(H), where H^1 is the state at the
+entry. A balance loss, N * sum_i f_i P_i, and a z-loss, mean logsumexp^2, keep all depths in use. This is causal.
 
-Phi(H) is the block's whole output, its inner residual included, as in the authors' code. What later recursions attend
-to: `kv` recursion, the tokens that are active at that depth and no others; or shared, the keys and values that the
-first recursion left, of every token, so that later ones compute queries alone. The first recursion takes every token.
+Phi(H) is the block's whole output, including its inner residual, as in the authors' code. `kv` is what later recursions
+attend to. `recursion`: only the tokens that are active at that depth. `shared`: every token's keys and values from the
+first recursion, so that later ones compute only queries. The first recursion takes every token.
 """
 
 from dataclasses import replace
@@ -75,7 +76,7 @@ class MoR(Method):
     # -- expert choice
 
     def _expert_choice(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        """In evaluation: each router on its own token."""
+        """In evaluation: each router decides for each token alone."""
         active = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         kept: list[Keys] = []
         work = []
@@ -90,7 +91,7 @@ class MoR(Method):
         return hidden, work, {}
 
     def _train_expert_choice(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        """Top-k of the tokens that are still in; only they are computed."""
+        """Top-k of the tokens still in; only they are computed."""
         batch, time = hidden.shape[:2]
         still_in = Selected(torch.arange(time, device=hidden.device).expand(batch, -1), ctx.valid)
         kept: list[Keys] = []
@@ -115,7 +116,7 @@ class MoR(Method):
     # -- token choice
 
     def _token_choice(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        """The depth is known at the entry, in training and evaluation alike."""
+        """The depth is decided at the entry, in training and in evaluation."""
         logits = self.recursion_routers[0](hidden)
         weight, depth = logits.softmax(-1).max(-1)
         active = depth >= torch.arange(self.recursions, device=hidden.device)[:, None, None]
@@ -137,7 +138,7 @@ class MoR(Method):
     # -- the shared block
 
     def _recur(self, recursion: int, hidden: Tensor, ctx: Context, active: Tensor, kept: list[Keys]) -> Tensor:
-        """Phi for the active tokens; `kept` is filled by the first recursion where keys and values are shared."""
+        """Phi for the active tokens; if keys and values are shared, the first recursion fills `kept`."""
         rows = Rows(active) if recursion else None
         hidden = ctx.spare(hidden)
         for layer, block in enumerate(blocks_of(self.shared)):
@@ -155,7 +156,7 @@ class MoR(Method):
         weights = block.attention.kv_weights()
         return block.attention.leave_keys(F.linear(block.norm_attention(hidden), *weights), ctx)
 
-    # -- what others ask
+    # -- sites, cache and routers
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         block = self.first.site("first", keys, routed=False)
@@ -173,10 +174,10 @@ class MoR(Method):
 
     @property
     def cache_layers(self) -> int:
-        """Shared keys and values are those of the first recursion alone."""
+        """Shared keys and values are only those of the first recursion."""
         layers = self.model.n_layer - 2
         return 2 + (layers // self.knobs.recursions if self.knobs.kv == "shared" else layers)
 
     def routers(self) -> list[nn.Module]:
-        """The routers that decide; expert choice decides nothing in its first recursion."""
+        """The routers that decide; the first recursion of expert choice takes every token."""
         return list(self.recursion_routers) if self.by_token else list(self.recursion_routers)[1:]

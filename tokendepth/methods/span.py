@@ -2,26 +2,27 @@
 
     active_t = s_t > tau,   u = f_n(... f_1(H~)) - H~,   h_t <- h_t + c_t
 
-The score s_t is the decider's (`span_deciders.py`). H~ are the active tokens of a sequence in their order and at their
-true positions: the blocks f_1 to f_n take them as a shorter sequence, gathered once and scattered once, and a token
-that skips the span leaves no keys and values in it (`keys` active). With `keys` all, everybody's are projected in every
-block, as a model that was trained without a span needs it; then rows are gathered in each block. Blocks of a `width` of
-their own have a linear map before and after them, which only active tokens take, and the heads of the other blocks:
+The score s_t comes from the decider (`span_deciders.py`). H~ are the active tokens of a sequence, in order and at their
+true positions. With `keys` = active, the blocks f_1 to f_n process them as a shorter sequence, gathered once and
+scattered once, in which skipped tokens have no keys and values. With `keys` = all, every block projects keys and values
+of all tokens, as a model trained without a span needs, and rows are gathered in each block. If the span has a `width`
+of its own, linear maps take active tokens into and out of it, while its heads are those of the other blocks:
 u = leave(f_n(... f_1(enter(H~))) - enter(H~)).
 
-What a token gets of the updates, c_t, by `carry`: none, its own, or nothing where it skipped; last, the one of the last
-active token; smooth, z of that token, with z_t = p_t u_t + (1 - p_t) z_{t-1} over active tokens, p_1 = 1 and p the
-decider's. Where updates are carried the first token of a sequence is always active. With a `bypass`, a token that skips
-takes a linear map instead, h <- h + rms(h) W norm(h), after the span: keys and values that its blocks project of such a
-token are of the state with which it came.
+The update of a token, c_t, depends on `carry`. none: its own, or nothing if it skips. last: that of the last active
+token. smooth: z of that token, with z_t = p_t u_t + (1 - p_t) z_{t-1} over active tokens, p_1 = 1 and p from the
+decider. If updates are carried, the first token of a sequence is always active. With a `bypass`, a token that skips
+gets a linear map instead, h <- h + rms(h) W norm(h), after the span: its keys and values in the span are projected from
+the state it entered with.
 
-`budget` names the share of tokens that take the span. While training tau is the batch's own quantile; in use it is one
-number, calibrated on training text, so that a decision depends on the token's past alone. Training needs shapes that
-are known beforehand: each sequence has `ROOM` times its share of rows, and the lowest scores that find none skip.
+`budget` is the share of tokens that take the span. In training tau is the quantile of the batch's scores; in evaluation
+it is a fixed number, calibrated on training text, so that a decision depends only on the token and its past. Training
+needs shapes known beforehand: each sequence has `ROOM` times its share of rows; if they do not suffice, the tokens with
+the lowest scores skip.
 
-Left open and decided here: given thresholds, such as decisions to be obeyed, hold for the first token too. A score
-weighs updates by sigmoid(s) unless they are smoothed, which weighs them already. On a GPU tokens are packed only where
-`room` is given or blocks have another width: else each block works on listed rows, as in Mixture-of-Depths.
+Left open and decided here: given thresholds, which may encode decisions, also hold for the first token. A score weights
+updates by sigmoid(s) unless they are smoothed, which already weights them. On a GPU tokens are packed only if `room` is
+given or the span has another width; otherwise each block works on listed rows, as in Mixture-of-Depths.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,7 +60,7 @@ from tokendepth.ops.rows import ChosenRows, compact, first_places, last_active, 
 from tokendepth.trace import Site
 
 ROOM = 1.5
-"""Rows that a sequence has in the span while training, as a multiple of its share of tokens."""
+"""Rows per sequence in the span during training, as a multiple of its share of tokens."""
 
 
 class Span(ExactBuffers, Method):
@@ -69,9 +70,9 @@ class Span(ExactBuffers, Method):
     draft_share = 0.0
     threshold: Tensor
     skipping: Tensor
-    """The share of tokens that skips while training; with `anneal` it rises from 0."""
+    """The share of tokens that skip in training; with `anneal` it rises from 0."""
     told: Tensor
-    """1 while the ends of words decide and boundaries are taught by them, then 0."""
+    """1 while word ends decide and teach the boundaries, then 0."""
 
     def __init__(self, model: ModelConfig, config: SpanConfig) -> None:
         super().__init__(model, config)
@@ -87,7 +88,7 @@ class Span(ExactBuffers, Method):
             self.enter = Linear(model.d_model, config.width, bias=False)
             self.leave = Linear(config.width, model.d_model, bias=False)
             initialise_residual(self.leave, model.n_layer)
-            self.skips_on_device = False  # rows are packed before they are mapped, and the host must know how many
+            self.skips_on_device = False  # rows are packed before they are mapped, so the host must know how many
         if config.replaced:
             _, replaced, _ = self._stages()
             for block in replaced:
@@ -117,7 +118,7 @@ class Span(ExactBuffers, Method):
             hidden = state
         else:
             threshold = self._threshold(ctx)
-            listing = hidden if ctx.execution == "sparse" else None  # for kernels: once for all blocks
+            listing = hidden if ctx.execution == "sparse" else None  # kernels list active tokens once, for all blocks
             decision = decide(-ranked, threshold, ctx.valid, states=listing)
             active = decision.active
             hidden, fewer_keys = self._execute(hidden, passed_by, ctx, decision, score, threshold)
@@ -139,7 +140,7 @@ class Span(ExactBuffers, Method):
         return ctx.thresholds([self.threshold] * len(self.span))[0]
 
     def _scored(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """States of tokens that come to the span, what the decider sees of them, and their scores."""
+        """States at the entry of the span, what the decider reads of them, and their scores."""
         before, _, _ = self._stages()
         hidden = through(before, hidden, ctx) if ctx.scored is None else ctx.scored[0]
         seen = hidden if self.decides_by_text and self.bypass is None else self._seen(hidden)
@@ -150,11 +151,11 @@ class Span(ExactBuffers, Method):
         return blocks[:begin], blocks[begin:end], blocks[end:]
 
     def _taken(self, states: Tensor, ctx: Context, rows: Rows | None = None) -> Tensor:
-        """`states` after the span, of the tokens of `rows` (None: all). Sparse execution may overwrite them."""
+        """`states` after the span, which the tokens of `rows` take (None: all). Sparse execution may overwrite them."""
         (_, blocks, _), keys = self._stages(), "all" if rows is None else self.knobs.keys
         if self.enter is None or self.leave is None:
             return through(blocks, states, ctx, rows, keys)
-        inner = self.enter(states).to(states.dtype)  # under autocast a product is rounded, and states are not
+        inner = self.enter(states).to(states.dtype)  # autocast rounds products, but not states
         return states + self.leave(through(blocks, ctx.spare(inner), ctx, rows, keys) - inner)
 
     def _seen(self, hidden: Tensor) -> Tensor:
@@ -163,7 +164,7 @@ class Span(ExactBuffers, Method):
         return without_scale(first.norm_attention, hidden)
 
     def _ranked(self, score: Tensor, ctx: Context) -> Tensor:
-        """What is compared with the threshold: a sequence's first token is above any where updates are carried."""
+        """What is compared with the threshold; if updates are carried, a sequence's first token is above any."""
         if self.knobs.carry == "none":
             return score.detach()
         assert ctx.positions is not None
@@ -183,7 +184,7 @@ class Span(ExactBuffers, Method):
         score: Tensor,
         threshold: Tensor | float,
     ) -> tuple[Tensor, Tensor | None]:
-        """The states after the span; and how many keys fewer were attended over, if it was packed."""
+        """The states after the span and, if it was packed, how many fewer keys were attended to."""
         (_, (first, *_), _), active = self._stages(), decision.active
         passing = Passing(self.knobs.carry, self.decider, active, score, threshold, ctx)
         if self.knobs.keys == "active":
@@ -199,8 +200,8 @@ class Span(ExactBuffers, Method):
                 places = first_places(active, decision.listed, room) if room else compact(active)
                 inside = ctx.gathered(active, places, columns, lengths, spare=room > 0)
                 taken, fewer_keys = take(hidden, places), ctx.key_count(hidden.shape[1]) - lengths
-                rows = self._taken(taken, inside)  # library calls overwrite nothing
-                if self.knobs.carry == "last" and ctx.cache is None:  # without a pass over all tokens for each doubling
+                rows = self._taken(taken, inside)  # library calls do not overwrite `taken`
+                if self.knobs.carry == "last" and ctx.cache is None:  # one gather; carry_on needs log2(time) passes
                     updates, weight = rows - taken, self.decider.weight(score)
                     updates = updates if weight is None else take(weight[..., None].to(rows.dtype), places) * updates
                     return hidden + last_active(updates, active), fewer_keys
@@ -238,7 +239,7 @@ class Span(ExactBuffers, Method):
     def _train(
         self, hidden: Tensor, passed_by: Tensor, ctx: Context, ranked: Tensor, score: Tensor, threshold: Tensor | float
     ) -> tuple[Tensor, Tensor]:
-        """The states after the span, and who was active."""
+        """The states after the span, and which tokens were active."""
         _, blocks, _ = self._stages()
         if self.knobs.replaced:
             return passed_by, torch.zeros_like(ranked, dtype=torch.bool)
@@ -246,7 +247,7 @@ class Span(ExactBuffers, Method):
         active = chosen.as_mask(ranked).bool()
         passing = Passing(self.knobs.carry, self.decider, active, score, threshold, ctx)
         if self.knobs.keys == "active":
-            # The active ones stand first, so that causal attention alone keeps from them what fills up the rows.
+            # Active tokens come first, so causal attention already hides the filler behind them.
             taken = chosen.take(hidden)
             rows = self._taken(taken, replace(chosen.context(ctx), valid=None))
             if self.knobs.carry != "none":
@@ -271,9 +272,9 @@ class Span(ExactBuffers, Method):
         return losses
 
     def _draft_loss(self, hidden: Tensor, passed_by: Tensor, targets: Tensor, ctx: Context) -> Tensor:
-        """The divergence of tokens that skip the span from what they predict with it, which is left as it is.
+        """The divergence of predictions that skip the span from those that take it, which get no gradient.
 
-        Half of the tokens skip at a time: in a draft, too, tokens that skip attend over others that did not.
+        Half of the tokens skip at a time, since in a draft, too, tokens that skip attend to others that did not.
         """
         assert ctx.readout is not None
         _, _, after = self._stages()
@@ -292,7 +293,7 @@ class Span(ExactBuffers, Method):
             return {"ratio": knobs.ratio_loss * ratio * (1 - self.told)}
         if ctx.targets is None or not isinstance(self.decider, Gain | Entropy):
             return {}
-        counted = ctx.targets >= 0  # elsewhere no loss is taken
+        counted = ctx.targets >= 0  # positions with a loss
         if isinstance(self.decider, Gain):
             errors = (score - gain_target(self._skipping_costs(hidden, passed_by, ctx))).square()
         else:
@@ -302,9 +303,9 @@ class Span(ExactBuffers, Method):
 
     @torch.no_grad()
     def _skipping_costs(self, hidden: Tensor, passed_by: Tensor, ctx: Context) -> Tensor:
-        """`[batch, time]`: what it costs each token that no token takes the span.
+        """`[batch, time]`: the cost for each token if no token takes the span.
 
-        In loss against a pass in which all do, or in divergence from it or from the teacher.
+        The increase in loss relative to a forward pass in which all do, or the divergence from it or from the teacher.
         """
         readout, targets = ctx.readout, ctx.targets
         assert readout is not None
@@ -323,7 +324,7 @@ class Span(ExactBuffers, Method):
         taken = read(self._taken(hidden, ctx))
         return loss(skipped) - loss(taken) if self.knobs.gain == "loss" else divergence(taken, skipped)
 
-    # -- what others ask
+    # -- sites, routers and operating points
 
     def sites(self, keys: int) -> tuple[Site, ...]:
         sites = []
@@ -341,12 +342,12 @@ class Span(ExactBuffers, Method):
 
     @property
     def _entry_flops(self) -> int:
-        """Of one token, before the span: it decides, and takes the bypass, for every token since that is no slower."""
+        """Per token, before the span: the decider, and the bypass, computed for every token since that is no slower."""
         return self.decider.flops + (0 if self.bypass is None else self.bypass.flops)
 
     @property
     def _width_flops(self) -> int:
-        """Of one active token: into the width of the span, and back."""
+        """Per active token: into the span's width, and back."""
         return 2 * sum(part.weight.numel() for part in (self.enter, self.leave) if part is not None)
 
     def routers(self) -> list[nn.Module]:
@@ -374,5 +375,5 @@ class Span(ExactBuffers, Method):
 
 
 def _finite(threshold: Tensor) -> Tensor:
-    """Below infinity, so that tokens that are always active exceed it."""
+    """Finite, so that the infinite scores of tokens that are always active exceed it."""
     return threshold.clamp(max=torch.finfo(threshold.dtype).max)

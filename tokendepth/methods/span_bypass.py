@@ -1,4 +1,4 @@
-"""What a token that skips a span takes instead: one linear map, in a retrofit at first the one that fits it best."""
+"""A linear map for tokens that skip a span; a retrofit initialises it by least squares."""
 
 from collections.abc import Iterable
 
@@ -10,11 +10,11 @@ from tokendepth.layers.ffn import initialise_residual
 from tokendepth.layers.linear import Linear
 
 RIDGE = 1e-3
-"""Added to the mean square of what a bypass reads when it is fitted."""
+"""Ridge penalty of that fit, relative to the mean square of the inputs."""
 
 
 class Bypass(nn.Module):
-    """What a token that skips gets instead of the span: its normalised state, mapped, as large as the state was."""
+    """The update of a token that skips the span: a linear map of its normalised state, times the state's rms."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Bypass(nn.Module):
 
     @torch.no_grad()
     def fit(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Least squares over tokens, each `[tokens, d]`: what was read, and the update, as a share of the state."""
+        """Least squares over pairs of `[tokens, d]`: the bypass's input, and the update divided by the state's rms."""
         weight, width = self.map.weight, self.map.in_features
         squares, products = (weight.new_zeros(width, width, dtype=torch.float64) for _ in range(2))
         for x, update in pairs:

@@ -1,4 +1,4 @@
-"""What tokens get of the updates that active tokens took with them: `carry` of `span.py`."""
+"""How the updates of active tokens reach all tokens: `carry` in `span.py`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,26 +13,26 @@ from tokendepth.ops.carry_on import carry_on, carry_rows
 
 @dataclass(frozen=True)
 class Passing:
-    """One pass through a span: who is active, by which scores."""
+    """One forward pass through a span: which tokens are active, and by which scores."""
 
     carry: Literal["none", "last", "smooth"]
     decider: Decider
     active: Tensor
-    """`[batch, time]`, as `score`."""
+    """`[batch, time]`, like `score`."""
     score: Tensor
     threshold: Tensor | float
     ctx: Context
 
     def updated(self, hidden: Tensor, state: Tensor) -> Tensor:
-        """`hidden` with what each token gets. `state`: after the span where active, else as skipping leaves it."""
+        """`hidden` plus each token's update. `state`: after the span if active, otherwise as skipping leaves it."""
         if self.carry == "none" and self.decider.weight(self.score) is None:
-            return state  # exactly: where every token takes the span, this is the dense model to the bit
+            return state  # if every token takes the span, this is bit-identical to the dense model
         return hidden + self._all(state - hidden)
 
     def updated_by_rows(self, hidden: Tensor, updates: Tensor, places: Tensor) -> Tensor:
-        """The same while training, of the `updates` `[batch, k, d]` of the tokens at `places`, active ones first.
+        """The same in training, given the `updates` `[batch, k, d]` of the tokens at `places`, active ones first.
 
-        They are smoothed as a shorter sequence, and only then given to all tokens.
+        They are smoothed as a shorter sequence, before they are spread to all tokens.
         """
         weight, keep = self._weights()
         if weight is not None:
@@ -53,7 +53,7 @@ class Passing:
         return self._trusted(update)
 
     def _weights(self) -> tuple[Tensor | None, Tensor]:
-        """What a token gets of its own update (None: all of it), and of what its predecessor got."""
+        """The weight of a token's own update (None: 1), and of what its predecessor got."""
         if self.carry != "smooth":
             return self.decider.weight(self.score), ~self.active
         assert self.ctx.positions is not None

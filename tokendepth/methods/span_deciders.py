@@ -1,15 +1,15 @@
-"""Who takes a span: a score for every token, from what has been read of its text. One class a way to decide.
+"""Which tokens take a span: each decider is a class that computes a causal score for every token.
 
-`Score`, `Boundary`, `Gain` and `Entropy` are learned, and read what the span's first norm makes of the state before
-scale and shift. `WordEnds` is a rule on the token, `Dice` the control. `Entropy` is what BLT cuts bytes into patches by
-(Pagnoni et al. 2024), of the state instead of another model. `Boundary` is H-Net's (Hwang et al. 2025):
+`Score`, `Boundary`, `Gain` and `Entropy` are learned, and read the output of the span's first norm before scale and
+shift. `WordEnds` is a rule on the token, `Dice` the random control. `Entropy` is how BLT splits bytes into patches
+(Pagnoni et al. 2024), from the state instead of a separate model. `Boundary` is H-Net's (Hwang et al. 2025):
 
     p_t = (1 - cos(W_q h_t, W_k h_{t-1})) / 2,   p_1 = 1;   a token is active where p_t > 0.5
     ratio loss = N / (N - 1) ((N - 1) F G + (1 - F)(1 - G)),   N = 1 / budget, F the mean of active_t, G that of p_t
 
-Its encoder, its linear residual and its loss's weight apart, which are the model's, the span's and a knob's here. Left
-alone, boundaries settle elsewhere than at the ends of words, where a rule does better; so they can be `taught` the rule
-first: for a part of the training words decide, and p_t learns them by cross entropy.
+H-Net's encoder, linear residual and loss weight are not used: here the model's blocks, the span and an option take
+their place. By themselves, boundaries do not settle at word ends, where a rule does better. So they can be `taught` the
+rule first: for a part of the training, word ends decide, and p_t learns them by cross-entropy.
 """
 
 import math
@@ -25,30 +25,30 @@ from tokendepth.layers.routers import Router
 from tokendepth.ops.carry_on import carry_on
 
 SURE = 1e-3
-"""Boundaries that are taught need not be surer than by this much."""
+"""The loss of taught boundaries clamps p to [SURE, 1 - SURE]."""
 QUANTILE = "the quantile of the scores, which is the threshold while training"
 
 
 class Decider(nn.Module):
     statistic: str | None = QUANTILE
-    """What training takes over a micro-batch as a whole, as `Method.batch_statistic`."""
+    """What training takes over a whole micro-batch, as in `Method.batch_statistic`."""
     threshold = 0.0
-    """Until it is calibrated, and while training unless that takes the quantile."""
+    """Used until it is calibrated, and in training unless that uses the quantile."""
     flops = 0
-    """Of one token."""
+    """Per token."""
     reads_states = True
-    """Whether scores depend on states; else on tokens and their positions alone."""
+    """Whether scores depend on states; otherwise only on tokens and their positions."""
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        """`[batch, time, d] -> [batch, time]`, the higher the sooner active."""
+        """`[batch, time, d] -> [batch, time]`; the highest scores become active first."""
         raise NotImplementedError
 
     def weight(self, score: Tensor) -> Tensor | None:
-        """What an active token keeps of its update; None: all of it."""
+        """The weight of an active token's update; None: 1."""
         return None
 
     def probability(self, score: Tensor, threshold: Tensor | float) -> Tensor:
-        """Of being active; what of a smoothed update is an active token's own."""
+        """The probability of being active, which weights an active token's own update in smoothing."""
         raise NotImplementedError
 
     def routers(self) -> list[nn.Module]:
@@ -56,9 +56,10 @@ class Decider(nn.Module):
 
 
 class Score(Decider):
-    """s = -r(norm(h)). Weighing the update by it is how the router learns; straight-through gradients lose more.
+    """s = -r(norm(h)). The router learns because its score weights the updates.
 
-    Those leave the updates unweighted, and reach the router through the tokens that are active.
+    With `straight` they are unweighted, and straight-through gradients reach the router through the active tokens; the
+    loss is higher.
     """
 
     def __init__(self, model: ModelConfig, *, straight: bool = False) -> None:
@@ -83,7 +84,7 @@ class Score(Decider):
 
 
 class Gain(Score):
-    """The same router, trained by regression on what skipping costs a token; no gradient of it reaches the state."""
+    """The same router, trained by regression on the cost of skipping; its gradient does not reach the state."""
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         return -self.router(x.detach())
@@ -93,7 +94,7 @@ class Gain(Score):
 
 
 class Entropy(Decider):
-    """How unsure of the next token a head is that reads the state; no gradient of it reaches the state."""
+    """The entropy of a next-token head on the state; its gradient does not reach the state."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class Entropy(Decider):
         return -(predicted.exp() * predicted).sum(-1)
 
     def predict(self, x: Tensor) -> Tensor:
-        """Logarithms of the next token's probabilities, `[batch, time, vocabulary]`."""
+        """Log-probabilities of the next token, `[batch, time, vocabulary]`."""
         logits = self.head(x.detach())
         return logits.log_softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
 
@@ -119,7 +120,7 @@ class Boundary(Decider):
         if config.ratio_loss:
             self.statistic = "the share of boundaries, which the ratio loss compares with the wanted one"
         self.query, self.key = (nn.Linear(model.d_model, model.d_model, bias=False) for _ in range(2))
-        for projection in (self.query, self.key):  # nearly the identity: at first a boundary is where states differ
+        for projection in (self.query, self.key):  # near the identity: at first, boundaries are where states differ
             nn.init.normal_(projection.weight, std=0.02)
             projection.weight.data += torch.eye(model.d_model)
         self.flops = 2 * (self.query.weight.numel() + self.key.weight.numel())
@@ -139,16 +140,16 @@ class Boundary(Decider):
         return score
 
     def confidence(self, p: Tensor, active: Tensor) -> Tensor:
-        """1, with the gradient of the probability of what was decided."""
+        """1, with the gradient of the decision's probability (straight-through)."""
         probability = torch.where(active, p, 1 - p)
         return 1 + probability - probability.detach()
 
 
 class WordEnds(Decider):
-    """Active are all tokens but those of letters and digits alone.
+    """All tokens are active except those that consist only of letters and digits.
 
-    Of characters and bytes these end words. Of BPE, whose words begin with the space before them, they begin words:
-    where one ends is not known before the next token. A byte that is only a part of a character counts as a letter.
+    With characters and bytes, the active tokens end words. With BPE, where a word includes the space before it, they
+    begin words, since the end is not known before the next token. A part of a multi-byte character counts as a letter.
     """
 
     statistic, threshold, reads_states = None, 0.5, False
@@ -167,7 +168,7 @@ class WordEnds(Decider):
 
 
 class Dice(Decider):
-    """Numbers between 0 and 1 that say nothing of use: a hash of the token and its position, however it is batched."""
+    """Random numbers between 0 and 1: a hash of the token and its position, independent of batching."""
 
     statistic, reads_states = None, False
 
@@ -206,13 +207,13 @@ def ends_word(spelling: bytes) -> bool:
 
 
 def ratio_loss(p: Tensor, active: Tensor, budget: float, ctx: Context) -> Tensor:
-    """1 where as many tokens as wanted are active and probable; more where more are, or fewer."""
+    """1 if the active share and the mean of `p` both equal the budget; larger if both are above or below it."""
     n, f, g = 1 / budget, ctx.mean(active.to(p.dtype)), ctx.mean(p)
     return n / (n - 1) * ((n - 1) * f * g + (1 - f) * (1 - g))
 
 
 def taught_loss(p: Tensor, ends: Tensor, ctx: Context) -> Tensor:
-    """Cross entropy of boundaries `p` to where words end; a sequence's first token is a boundary in any case."""
+    """Cross-entropy of boundaries `p` to word ends; a sequence's first token is always a boundary."""
     assert ctx.positions is not None
     wanted, bounded = torch.where(ctx.positions == 0, 1.0, ends), p.clamp(SURE, 1 - SURE)
     return ctx.mean(-(wanted * bounded.log() + (1 - wanted) * (1 - bounded).log()))

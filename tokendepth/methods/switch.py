@@ -1,22 +1,23 @@
-"""Switch Transformer (Fedus et al. 2022): in every other block each token takes one of several feed-forward networks.
+"""Switch Transformer (Fedus et al. 2022): every other block routes each token to one of several feed-forward networks.
 
     p(x) = softmax(W_r x),   i = argmax p(x),   y = p_i(x) E_i(x)                                            (eq. 1, 2)
 
-The router works in float32 and, while training, on an input jittered by a factor in 1 +- `jitter`. An expert has room
-for capacity = capacity_factor * tokens / experts (eq. 3), first come first served; a token beyond that gets no
-feed-forward network at all, only its residual. There are two losses: balance, experts * sum_i f_i P_i with f_i the
-share of tokens sent to expert i and P_i its mean probability (eq. 4 to 6), and z, the mean of logsumexp(logits)^2. The
-paper adds up the losses of its switched blocks. Here each is their mean, so that a weight means the same at any depth:
-with n switched blocks, 1/n of the paper's.
+The router works in float32 and, in training, on an input jittered by a factor in 1 +- `jitter`. An expert has room for
+capacity = capacity_factor * tokens / experts (eq. 3), first come first served; a token beyond that gets no feed-forward
+network at all, only its residual. There are two losses: balance, experts * sum_i f_i P_i with f_i the share of tokens
+sent to expert i and P_i its mean probability (eq. 4 to 6), and z, the mean of logsumexp(logits)^2. The paper sums the
+losses over its switched blocks. Here each is their mean, so that a weight means the same at any depth: with n switched
+blocks, 1/n of the paper's.
 
-Over which tokens capacity is counted is up to the implementer. Here every sequence is a group of its own, with as many
-tokens as the model's whole context. The paper's groups span a batch; then a token's result would depend on the other
-sequences in the batch, and on how long the text becomes. So one rule serves training and evaluation, and it is causal:
-whether there is room depends on earlier tokens. A `capacity_factor` as large as `experts` drops nothing.
+The tokens over which capacity is counted are up to the implementer. Here every sequence is its own group, with as many
+tokens as the model's whole context. The paper's groups span a batch; a token's result would then depend on the other
+sequences in the batch, and on the final length of the text. So training and evaluation have the same rule, and it is
+causal: whether there is room depends on earlier tokens. With a `capacity_factor` of at least `experts`, no token is
+dropped.
 
-All experts cost the same, so the choice of expert is not a choice of depth. Only overflow is: the site of a switched
-block is its feed-forward network, and a token that found no room was not worked on there. Attention and router run for
-every token. Hard execution computes the expert of every token, also of those that are then dropped.
+All experts cost the same, so the choice of an expert is not a choice of depth. Only overflow is: the site of a switched
+block is its feed-forward network, and a dropped token is not processed there. Attention and router run for every token.
+Hard execution computes the expert for every token, including those that are then dropped.
 """
 
 import math
@@ -50,7 +51,7 @@ class SwitchBlock(Block):
 
     @property
     def expert_flops(self) -> float:
-        """Of one token; all experts are alike."""
+        """Per token; the same for all experts."""
         network = self.experts[0]
         assert isinstance(network, (FeedForward, GatedFeedForward))
         return network.flops
@@ -67,7 +68,7 @@ class SwitchBlock(Block):
         return logits, expert, probability
 
     def queue(self, expert: Tensor, ctx: Context) -> Tensor:
-        """`[batch, time]`: how many tokens of the sequence chose the same expert so far, this one included."""
+        """`[batch, time]`: how many tokens of the sequence have chosen the same expert so far, including this one."""
         wanted = F.one_hot(expert, self.knobs.experts)
         if ctx.valid is not None:
             wanted = wanted * ctx.valid[..., None]
@@ -86,8 +87,8 @@ class SwitchBlock(Block):
         return out
 
     def ask_in_slots(self, x: Tensor, expert: Tensor, place: Tensor, active: Tensor) -> Tensor:
-        """As `ask`, in fixed shapes: each expert has `capacity` slots per sequence; inactive tokens get zeros."""
-        dropped = self.knobs.experts * self.capacity  # one extra slot after all others
+        """As `ask`, with fixed shapes: each expert has `capacity` slots per sequence; inactive tokens get zeros."""
+        dropped = self.knobs.experts * self.capacity  # an extra slot after all others
         slot = torch.where(active, expert * self.capacity + place - 1, dropped)
         slot = slot[..., None].expand_as(x)
         slots = x.new_zeros(len(x), dropped + 1, x.shape[-1]).scatter(1, slot, x)

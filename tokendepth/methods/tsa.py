@@ -2,8 +2,8 @@
 
     h <- f_0(h);   p_l = r_l(h),   h <- f_{l+1}(h, p_l)   for l = 0 .. L-2                                     (eq. 1)
 
-`p` is the probability to halt, `1 - p` is what the block keeps of its update. The stem f_0 is never gated. One `p`
-serves a block's attention and feed-forward alike.
+`p` is the halting probability, and `1 - p` scales the block's updates. The stem f_0 is never gated. Attention and
+feed-forward of a block share one `p`.
 """
 
 import math
@@ -24,14 +24,14 @@ from tokendepth.trace import Site
 
 
 class GatedBlock(Block):
-    """A block and the router that guards it."""
+    """A block and its router."""
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__(model, layer)
         self.router = Router(model.d_model)
 
     def skip_ffn(self, h: Tensor, ctx: Context, active: Tensor) -> Tensor:
-        """The paper's sparse mode: attention for every token, its update masked; the feed-forward for active ones."""
+        """The paper's sparse mode: attention for every token, with masked updates; feed-forward for active tokens."""
         h = gated_add(h, self.attention(self.norm_attention(h), ctx), active)
         places = compact(active)
         states = take(h, places)
@@ -43,11 +43,11 @@ class TSA(Method):
         super().__init__(model, config)
         self.depth_penalty, self.skip = config.depth_penalty, config.skip
         self.skips_on_device = config.skip == "block"
-        # If on, a token that does not halt keeps 1 - p of its update under hard execution, as in training, instead of
-        # all of it, as in the paper: a control for the effect of rounding the gates up.
+        # If on, hard execution scales the updates of active tokens by 1 - p, as in training, instead of by 1, as in the
+        # paper: a control for the effect of rounding the gates up.
         self.keeps_weights = False
         self.controls = {"kept_weights_hard": {"keeps_weights": True}}
-        # The decision p > threshold, taken on logits: the sigmoid would round close ones to the same number.
+        # The decision p > threshold, made on logits, since the sigmoid rounds close ones to the same number.
         t = config.threshold
         self.threshold_logit = math.log(t / (1 - t)) if 0 < t < 1 else math.copysign(math.inf, t - 0.5)
         gated = [GatedBlock(model, layer) for layer in range(1, model.n_layer)]
@@ -97,7 +97,7 @@ class TSA(Method):
 
 
 def _mean(keep: Tensor, ctx: Context) -> Tensor:
-    """The mean active fraction over layers, batch and time of eq. 5, of the tokens that losses are taken over."""
+    """The mean active fraction over layers, batch and time in eq. 5, of the tokens that losses are averaged over."""
     if ctx.valid is None and ctx.counted is None:
         return keep.mean()
     return ctx.mean(keep).mean()

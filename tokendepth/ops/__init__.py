@@ -1,1 +1,1 @@
-"""Numerics. Each op has an obvious `reference`, an `eager` version for any device, and may have a Triton `kernel`."""
+"""Numerics. Most ops have a simple `reference`, an `eager` version for any device, and often a Triton `kernel`."""

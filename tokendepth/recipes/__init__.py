@@ -1,4 +1,4 @@
-"""Recipes: functions that return a complete RunConfig. A recipe is named as it is imported, `shakespeare.tsa`."""
+"""Recipes: functions that return a complete RunConfig, named `module.function`, such as `shakespeare.tsa`."""
 
 import itertools
 import math
@@ -53,11 +53,11 @@ _FUNCTIONS: tuple[Callable[[], RunConfig], ...] = (
 RECIPES = {f"{f.__module__.rsplit('.', 1)[1]}.{f.__name__}": f for f in _FUNCTIONS}
 
 LARGEST_GRID = 10_000
-"""Most runs of one cell: more are probably a typing error, or weeks of work better split into several sweeps."""
+"""Maximum number of runs of one recipe: more are probably a typo, or weeks of work better split into several sweeps."""
 
 
 def recipe(name: str, changes: Mapping[str, Any] | None = None) -> RunConfig:
-    """The complete config of a recipe; `changes` override single values by their dotted names.
+    """Return the complete config of a recipe. `changes` overrides individual values by dotted name.
 
     >>> config = td.recipe("shakespeare.tsa", {"train.steps": 100, "method.depth_penalty": 0.05})
     >>> config.train.steps
@@ -84,8 +84,8 @@ def variants(text: str, seeds: int = 1) -> dict[str, RunConfig]:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     if (size := seeds * math.prod(map(len, choices))) > LARGEST_GRID:
         raise UserError(
-            f"{text!r} with {seeds:,} seeds is a grid of {size:,} runs; at most {LARGEST_GRID:,} are taken at once; "
-            "take fewer --seeds or values, or several sweeps"
+            f"{text!r} with {seeds:,} seeds is a grid of {size:,} runs; expected at most {LARGEST_GRID:,}; "
+            "use fewer --seeds or values, or several sweeps"
         )
     found = {}
     for chosen in itertools.product(*choices):
@@ -96,7 +96,7 @@ def variants(text: str, seeds: int = 1) -> dict[str, RunConfig]:
 
 
 def _plain(value: str) -> str:
-    """A value as part of a folder's name; a long one, such as a path, is cut to its end."""
+    """A value as part of a folder's name; only the end of a long one, such as a path, is kept."""
     return re.sub(r"[^\w.+-]+", "-", value)[-40:].strip("-")
 
 

@@ -1,4 +1,4 @@
-"""Small enough for two CPU cores and half a minute each, on text that every Python installation has."""
+"""Small runs for two CPU cores and half a minute each, on text that every Python installation has."""
 
 from tokendepth.config import (
     BudgetConfig,
@@ -37,5 +37,5 @@ def budget() -> RunConfig:
 
 
 def span() -> RunConfig:
-    """Python's standard library, span routing: four of six layers run where words end, half a minute on a CPU."""
+    """Python's standard library, span routing: four of six layers run only at word ends, half a minute on a CPU."""
     return _run(SpanConfig(decide="rule", budget=0.45))

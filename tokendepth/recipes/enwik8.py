@@ -1,4 +1,4 @@
-"""enwik8 by characters, as in the paper's section 3.3. Without dropout: with it the baseline ends 5% worse."""
+"""enwik8 by characters, as in section 3.3 of the TSA paper. Without dropout, which makes the baseline 5% worse."""
 
 from tokendepth.config import (
     ACTConfig,
@@ -33,7 +33,7 @@ def tsa() -> RunConfig:
 
 
 def budget() -> RunConfig:
-    """enwik8, budget routing: trained for one share of the tokens, set by --method.budget."""
+    """enwik8, budget routing: trained for one budget, set by --method.budget."""
     return _run(BudgetConfig(dial=False, distill=0.0))  # both cost quality on a text this large (docs/LOG.md)
 
 
@@ -43,7 +43,7 @@ def mod() -> RunConfig:
 
 
 def early_exit() -> RunConfig:
-    """enwik8, early exit by confidence, the paper's baseline."""
+    """enwik8, early exit by confidence, the baseline of the TSA paper."""
     return _run(EarlyExitConfig())
 
 

@@ -1,6 +1,6 @@
-"""enwik8 by bytes, as docs/WHERE_DEPTH_PAYS.md compares it: a dense model, and spans of four blocks that cost the same.
+"""enwik8 by bytes, as in docs/WHERE_DEPTH_PAYS.md: a dense model, and spans of four blocks at the same cost.
 
-Rates, warm-up and where the span lies are what its search found.
+Learning rates, warm-up and the position of the span come from the search on that page.
 """
 
 from tokendepth.config import DataConfig, DenseConfig, MethodConfig, ModelConfig, RunConfig, SpanConfig, TrainConfig
@@ -21,10 +21,10 @@ def dense() -> RunConfig:
 
 
 def span() -> RunConfig:
-    """enwik8 by bytes, span routing: four of nine layers run where words end, for about a quarter of the bytes."""
+    """enwik8 by bytes, span routing: four of nine layers run only at word ends, about a quarter of the bytes."""
     return _run(SpanConfig(begin=3, length=4, decide="rule"), layers=9)
 
 
 def learned_span() -> RunConfig:
-    """enwik8 by bytes, span routing by learned boundaries, which words teach in the first quarter of the training."""
+    """enwik8 by bytes, span routing by boundaries that are taught word ends in the first quarter of the training."""
     return _run(SpanConfig(begin=3, length=4, decide="boundary", carry="smooth", taught=0.25), layers=9)

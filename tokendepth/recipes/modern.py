@@ -1,8 +1,8 @@
-"""enwik8 by BPE, with blocks as recent language models have them, in three sizes.
+"""enwik8 by BPE with Llama-style blocks, in three sizes.
 
-RMSNorm, rotary positions, SwiGLU, no biases, heads of width 64, keys and values shared by groups of heads, queries and
-keys normed, and the output head tied to the embedding. The names count all parameters, the embedding's included. Each
-trains for three to four passes over the text.
+RMSNorm, rotary positions, SwiGLU, no biases, heads of width 64, keys and values shared by groups of heads, normalised
+queries and keys, and an output head tied to the embedding. The names count all parameters, including the embedding.
+Each trains for three to four epochs.
 """
 
 from tokendepth.config import (
@@ -54,30 +54,30 @@ def _budget() -> MethodConfig:
 
 
 def dense_10m() -> RunConfig:
-    """enwik8 by BPE, a modern block, fixed depth: about 10M parameters."""
+    """enwik8 by BPE, Llama-style blocks, fixed depth: about 10M parameters."""
     return _10m(DenseConfig())
 
 
 def budget_10m() -> RunConfig:
-    """enwik8 by BPE, a modern block, budget routing: about 10M parameters."""
+    """enwik8 by BPE, Llama-style blocks, budget routing: about 10M parameters."""
     return _10m(_budget())
 
 
 def dense_50m() -> RunConfig:
-    """enwik8 by BPE, a modern block, fixed depth: about 50M parameters."""
+    """enwik8 by BPE, Llama-style blocks, fixed depth: about 50M parameters."""
     return _50m(DenseConfig())
 
 
 def budget_50m() -> RunConfig:
-    """enwik8 by BPE, a modern block, budget routing: about 50M parameters."""
+    """enwik8 by BPE, Llama-style blocks, budget routing: about 50M parameters."""
     return _50m(_budget())
 
 
 def dense_124m() -> RunConfig:
-    """enwik8 by BPE, a modern block, fixed depth: about 124M parameters."""
+    """enwik8 by BPE, Llama-style blocks, fixed depth: about 124M parameters."""
     return _124m(DenseConfig())
 
 
 def budget_124m() -> RunConfig:
-    """enwik8 by BPE, a modern block, budget routing: about 124M parameters."""
+    """enwik8 by BPE, Llama-style blocks, budget routing: about 124M parameters."""
     return _124m(_budget())

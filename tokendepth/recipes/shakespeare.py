@@ -1,4 +1,4 @@
-"""Tiny-Shakespeare by characters, as in the paper's section 3.2."""
+"""Tiny-Shakespeare by characters, as in section 3.2 of the TSA paper."""
 
 from tokendepth.config import (
     ACTConfig,
@@ -33,7 +33,7 @@ def tsa() -> RunConfig:
 
 
 def budget() -> RunConfig:
-    """Tiny-Shakespeare, budget routing: trained for every share of the tokens; --method.budget sets the default."""
+    """Tiny-Shakespeare, budget routing: trained for every budget; --method.budget sets the default."""
     return _run(BudgetConfig())
 
 
@@ -43,7 +43,7 @@ def mod() -> RunConfig:
 
 
 def early_exit() -> RunConfig:
-    """Tiny-Shakespeare, early exit by confidence, the paper's baseline."""
+    """Tiny-Shakespeare, early exit by confidence, the baseline of the TSA paper."""
     return _run(EarlyExitConfig())
 
 

@@ -1,7 +1,7 @@
-"""Copy and sort, with the set-up that gave the paper's printed numbers.
+"""Copy and sort, with the settings that gave the numbers printed in the TSA paper.
 
 Its text says source length 10 and 10,000 steps; its tables came from length 20, batch 256, about 400 steps and a depth
-penalty of 0.01. The other reading is `--data.source-length 10 --train.steps 10000`.
+penalty of 0.01. For the settings in the text: `--data.source-length 10 --train.steps 10000`.
 """
 
 from tokendepth.config import (

@@ -1,4 +1,4 @@
-"""From runs to tables, figures and one HTML page. Imports no torch; draws only what run folders hold."""
+"""Turns runs into tables, figures and an HTML page, from their folders only. Does not import torch."""
 
 from tokendepth.report.folder import build, check_extra
 from tokendepth.report.headline import sentences

@@ -1,4 +1,4 @@
-"""What `tokendepth analyse` found, as a folder: its summary, tables and figures as Markdown and as one HTML page."""
+"""Writes the results of `tokendepth analyse` to a folder: summary, tables and figures, as Markdown and as HTML."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tokendepth.runs.files import disk_faults, write_bytes, write_json
 
 Tree = dict[str, Any]
 FIGURES = ("analysis_kinds", "analysis_numbers", "analysis_stability", "analysis_skipped")
-LABELS = {"kind": "kind of token", "position in word": "place in the word"}
+LABELS = {"kind": "kind of token", "position in word": "position in the word"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Table:
     head: list[str]
     rows: list[list[str]]
     words: int = 1
-    """How many of the first columns are words, not numbers."""
+    """How many of the first columns contain words instead of numbers."""
 
 
 def write_analysis(tree: Tree, out: Path) -> Path:
@@ -44,7 +44,7 @@ def write_analysis(tree: Tree, out: Path) -> Path:
     folder = out / "figures"
     with disk_faults(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name in FIGURES:  # of an earlier analysis: left there they would seem to belong to this one
+        for name in FIGURES:  # remove those of an earlier analysis, which would seem to belong to this one
             for suffix in ("svg", "png"):
                 (folder / f"{name}.{suffix}").unlink(missing_ok=True)
     for drawing in drawings:
@@ -66,7 +66,7 @@ def markdown(table: Table) -> str:
 
 
 def cell(estimates: Sequence[dict[str, float | None]], form: str) -> str:
-    """One seed: the value and its interval; several: mean ± standard deviation over them."""
+    """For one seed the value and its interval; for several the mean ± standard deviation over seeds."""
     values = tuple(one["value"] for one in estimates if one["value"] is not None)
     if not values:
         return DASH
@@ -87,7 +87,7 @@ def tables(tree: Tree) -> list[Table]:
 
 
 def _over(runs: list[Tree], *keys: Any) -> list[dict[str, float | None]]:
-    """The estimate at these keys, of every seed."""
+    """The estimate of every seed under these keys."""
     found = []
     for value in runs:
         for key in keys:
@@ -106,9 +106,9 @@ def _groups(runs: list[Tree], sites: list[str], name: str, several: str) -> Tabl
         layers = [cell(_over(members, "per_site", n), ".3f") for n in range(len(sites))]
         depth = [cell(_over(members, key), form) for key, form in (("depth", ".3f"), ("difference", "+.3f"))]
         rows.append([group, f"{members[0]['share']:.1%}", *depth, *layers])
-    note = f"Depth is the share of the routed blocks that work on a token, beside each block's own share; {several}."
+    note = f"Depth is the share of routed blocks that process a token; each block's own share follows; {several}."
     return Table(
-        f"Depth by {LABELS[name]}", note, ["group", "share of tokens", "depth", "against all others", *sites], rows
+        f"Depth by {LABELS[name]}", note, ["group", "share of tokens", "depth", "minus all others", *sites], rows
     )
 
 
@@ -122,8 +122,8 @@ def _correlations(runs: list[Tree], sites: list[str], several: str) -> Table:
         ]
         for name in names
     ]
-    note = f"Spearman's rank correlation of depth with a number, then of each block's decision; {several}."
-    return Table("What depth goes with", note, ["", "depth", *sites], rows)
+    note = f"Spearman's rank correlation of each attribute with depth, and with each block's decision; {several}."
+    return Table("What depth correlates with", note, ["attribute", "depth", *sites], rows)
 
 
 def _lookups(runs: list[Tree], sites: list[str], several: str) -> Table:
@@ -141,12 +141,12 @@ def _lookups(runs: list[Tree], sites: list[str], several: str) -> Table:
         cells = {name: cell(_over(runs, "lookup", n, name), form) for name, form in columns.items()}
         rows.append([site, bits, cells.pop("share"), f"{max(chance):.1%}" if chance else DASH, *cells.values()])
     note = (
-        "How much of the entropy of a router's decision the token explains, beyond what chance seems to explain; and "
-        f"how often a table foretells the decision on text that it was not made from; {several}."
+        "How much of the entropy of a router's decision the token explains, beyond what it would explain by chance; "
+        f"and how often a lookup table predicts the decision on held-out text; {several}."
     )
-    head = ["router", "entropy (bits)", "token explains", "chance", "always the same", "by token"]
+    head = ["router", "entropy (bits)", "token explains", "chance", "constant guess", "by token"]
     return Table(
-        "Is it a lookup table?", note, [*head, "by this and the token before", "gain of the token before"], rows
+        "Is it a lookup table?", note, [*head, "by token and preceding token", "gain from preceding token"], rows
     )
 
 
@@ -156,7 +156,7 @@ def _stability(runs: list[Tree], sites: list[str], several: str) -> Table:
         distance = f"{row['from']:,}" if row["from"] == row["to"] else f"{row['from']:,} to {row['to']:,}"
         layers = [cell(_over(runs, "stability", n, "per_site", site), ".2%") for site in range(len(sites))]
         rows.append([distance, cell(_over(runs, "stability", n, "flips"), ".2%"), *layers])
-    note = f"One token of each window is replaced: the share of later decisions that flip, by distance; {several}."
+    note = f"One token in each window is replaced: the share of later decisions that flip, by distance; {several}."
     return Table("How stable decisions are", note, ["distance", "all routers", *sites], rows)
 
 
@@ -171,10 +171,10 @@ def _skipped(runs: list[Tree], several: str) -> Table:
         for kind, members in by_kind.items()
     ]
     note = (
-        "Nats: the loss of what follows a token as executed, minus with every token active everywhere. Other tokens "
-        f"are skipped too, so it is not the token's own skipping alone; {several}."
+        "Loss on the next token with skipping, minus the loss with every token active everywhere, in nats. Other "
+        f"tokens are skipped, too, so the difference is not caused by this token alone; {several}."
     )
-    head = ["kind", "tokens", "skipped somewhere", "loss, all of them", "loss, those skipped"]
+    head = ["kind", "tokens", "skipped somewhere", "loss difference", "loss difference if skipped"]
     return Table("What skipping costs", note, head, rows)
 
 
@@ -186,5 +186,5 @@ def _agreement(tree: Tree, sites: list[str]) -> Table:
                 cell([found[name]], form) for name, form in (("agree", ".1%"), ("chance", ".1%"), ("kappa", ".2f"))
             ]
             rows.append([" and ".join(map(str, pair["seeds"])), site, *numbers])
-    note = "How often two seeds decide alike, what chance gives with the same shares, and Cohen's kappa; 95% intervals."
-    return Table("Do seeds agree?", note, ["seeds", "router", "decide alike", "chance", "kappa"], rows, words=2)
+    note = "How often two seeds make the same decision, and would by chance, and Cohen's kappa; 95% intervals."
+    return Table("Do seeds agree?", note, ["seeds", "router", "same decision", "chance", "kappa"], rows, words=2)

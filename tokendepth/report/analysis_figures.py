@@ -1,4 +1,4 @@
-"""The figures of an analysis: depth by kind and layer, by numbers, flips by distance, what skipping costs."""
+"""Figures of an analysis: depth by kind and layer, depth by numeric attribute, flips by distance, cost of skipping."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def figures(tree: Tree) -> list[Drawing]:
 
 
 def _looks(tree: Tree) -> list[dict[str, Any]]:
-    """One for each seed: the method's colour, a marker and dash of its own."""
+    """One look per seed: the method's colour, with a different marker and dash."""
     colour, marker = look(tree["method"]).colour, look(tree["method"]).marker
     markers = [marker, *(other for other in MARKERS if other != marker)]
     return [
@@ -34,7 +34,7 @@ def _looks(tree: Tree) -> list[dict[str, Any]]:
 
 
 def _bars(estimates: Sequence[Estimate]) -> list[list[float]]:
-    """Down to the lower end and up to the upper one; nothing where the interval is not known."""
+    """Lengths of the error bars, below and above; 0 if the interval is unknown."""
     below, above = [], []
     for one in estimates:
         value, low, high = one["value"], one["low"], one["high"]
@@ -57,7 +57,7 @@ def _key(at: dict[str, Any]) -> dict[str, Any]:
 
 
 def kinds(tree: Tree) -> Drawing:
-    """A cell for every group and router, over all seeds."""
+    """One cell per group and router, averaged over seeds."""
     names, found = ("kind", "position in word"), {}
     for run in tree["runs"]:
         for name in names:
@@ -84,14 +84,14 @@ def kinds(tree: Tree) -> Drawing:
     axes.axhline(first - 0.5, color=INK, linewidth=0.8)
     axes.axvline(len(columns) - 1.5, color=INK, linewidth=0.8)
     caption = (
-        "Share of the tokens that each router keeps active, by kind of token and, below the line, by place in the word"
+        "Share of tokens that each router keeps active, by kind of token and, below the line, by position in the word"
         + (f"; mean over {len(tree['runs'])} seeds." if len(tree["runs"]) > 1 else ".")
     )
     return render(figure, "analysis_kinds", caption)
 
 
 def numbers(tree: Tree) -> Drawing:
-    """Depth over tokens in the order of a number, one panel for each."""
+    """Depth over tokens sorted by a numeric attribute, one panel for each."""
     names = [name for name, found in tree["runs"][0]["by"].items() if "rank_correlation" in found]
     down = -(-len(names) // 2)
     figure = Figure(figsize=(WIDTH, 1.6 * down + legend_height(["seed"])), layout="constrained")
@@ -117,8 +117,8 @@ def numbers(tree: Tree) -> Drawing:
         axes.set_xlabel("tokens, lowest to highest")
     _legend(figure, tree)
     caption = (
-        "Depth of tokens in the order of what each panel names; bars are 95% intervals. Frequent tokens are so many "
-        "that a point may stand for more than a tenth of the tokens."
+        "Depth of tokens, sorted by the attribute named above each panel; bars are 95% intervals. Some tokens are so "
+        "frequent that a point may represent more than a tenth of all tokens."
     )
     return render(figure, "analysis_numbers", caption)
 
@@ -134,10 +134,10 @@ def stability(tree: Tree) -> Drawing:
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens after the one that was replaced")
+    axes.set_xlabel("distance from the replaced token, in tokens")
     axes.set_ylabel("decisions that flip")
     _legend(figure, tree)
-    caption = "One token of each window is replaced by another: share of later decisions that flip; 95% intervals."
+    caption = "One token in each window is replaced by another: share of later decisions that flip; 95% intervals."
     return render(figure, "analysis_stability", caption)
 
 
@@ -159,10 +159,10 @@ def skipped(tree: Tree) -> Drawing | None:
     axes.set_ylim(len(kinds) - 0.5, -0.5)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.axvline(0, color=GUIDE, linewidth=0.9)
-    axes.set_xlabel("loss as executed, minus with every token active (nats)")
+    axes.set_xlabel("loss with skipping minus loss with every token active (nats)")
     _legend(figure, tree)
     caption = (
-        "After tokens that were skipped somewhere: what the model loses in predicting the next; 95% intervals, where "
-        "the tokens are many enough."
+        "How much the loss on the next token rises, for tokens that were skipped somewhere; 95% intervals if there are "
+        "enough tokens."
     )
     return render(figure, "analysis_skipped", caption)

@@ -1,4 +1,4 @@
-"""The figures that compare runs: loss over steps, loss over TLOps, active fraction per layer; each as SVG and PNG."""
+"""Figures that compare runs: loss over steps, loss over TLOps, active fraction per layer; each as SVG and PNG."""
 
 import io
 import math
@@ -20,10 +20,10 @@ from tokendepth.report.palette import INK, PAPER, RowLook, row_looks
 from tokendepth.report.summary import Row
 
 STYLE = {
-    "font.family": "DejaVu Sans",  # ships with matplotlib, so figures are the same on every machine
+    "font.family": "DejaVu Sans",  # ships with matplotlib, so figures look the same on every machine
     "font.size": 9,
     "legend.fontsize": 8,
-    "text.parse_math": False,  # a dollar in a passage or a run's name is a dollar
+    "text.parse_math": False,  # so that a dollar sign in a passage or name is literal
     "text.color": INK,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -57,7 +57,7 @@ PNG_DPI = 200
 @dataclass(frozen=True)
 class Drawing:
     name: str
-    """File name without the suffix."""
+    """File name without suffix."""
     caption: str
     svg: bytes
     png: bytes
@@ -67,12 +67,12 @@ class Drawing:
 def style() -> Iterator[None]:
     """Our style on top of matplotlib's defaults, independent of a user's matplotlibrc."""
     with matplotlib.style.context(["default", STYLE]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box, which says so
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box, which is clear enough
         yield
 
 
 def render(figure: Figure, name: str, caption: str) -> Drawing:
-    """SVG and PNG, without date and version, so that an unchanged figure keeps its bytes."""
+    """SVG and PNG without date and version, so that the bytes of an unchanged figure do not change."""
     svg, png = io.BytesIO(), io.BytesIO()
     unsigned = {"Date": None, "Creator": None, "Format": None, "Type": None}
     figure.savefig(svg, format="svg", metadata=unsigned)
@@ -81,7 +81,7 @@ def render(figure: Figure, name: str, caption: str) -> Drawing:
 
 
 def wrapped(label: str, longest: int) -> str:
-    """A long name broken into lines; nothing is cut off."""
+    """Break a long name into lines, without truncating it."""
     return "\n".join(textwrap.wrap(label, longest)) or label
 
 
@@ -90,7 +90,7 @@ def looks(table: list[Row]) -> list[RowLook]:
 
 
 def comparison(table: list[Row]) -> list[Drawing]:
-    """Every figure that these runs have the numbers for."""
+    """All figures for which these runs have numbers."""
     with style():
         drawn = (loss_over_steps(table), loss_over_tlops(table), active_fraction(table))
     return [drawing for drawing in drawn if drawing]
@@ -98,16 +98,16 @@ def comparison(table: list[Row]) -> list[Drawing]:
 
 def loss_over_steps(table: list[Row]) -> Drawing | None:
     caption = (
-        "Validation loss over steps, the training loss faint behind it. Validated as trained: under a soft gate "
-        "nothing is skipped. The first fifth of a run may lie above the panel."
+        "Validation loss over training steps; the thin pale lines are the training loss. Validation runs the model as "
+        "in training, so soft gates skip nothing. The first fifth of a run may be above the panel."
     )
     return _loss_curves(table, "step", 1, "optimiser step", "loss_steps", caption)
 
 
 def loss_over_tlops(table: list[Row]) -> Drawing | None:
     caption = (
-        "Validation loss over cumulative token-layer operations in training. Soft TLOps weigh a layer's contribution; "
-        "training computes every layer, so this axis is neither FLOPs nor time."
+        "Validation loss over cumulative token-layer operations (TLOps) in training. Soft TLOps weight each layer by "
+        "its gate, but training computes every layer, so this axis is neither FLOPs nor time."
     )
     largest = max((x for row in table for r in row.records for x, _ in r.curve("tlops", "val_loss")), default=0)
     unit, scale = next((unit, scale) for unit, scale in SCALES if largest >= unit or unit == 1)
@@ -115,7 +115,7 @@ def loss_over_tlops(table: list[Row]) -> Drawing | None:
 
 
 def _loss_curves(table: list[Row], x: str, unit: float, label: str, name: str, caption: str) -> Drawing | None:
-    """One panel per corpus, since losses on different texts do not compare."""
+    """One panel per corpus, since losses on different texts cannot be compared."""
     curves = {record.path: record.curve(x, "val_loss") for row in table for record in row.records}
     drawn = [
         (look, row) for look, row in zip(looks(table), table, strict=True) if any(curves[r.path] for r in row.records)
@@ -134,7 +134,7 @@ def _loss_curves(table: list[Row], x: str, unit: float, label: str, name: str, c
                 axes.plot(*zip(*trained, strict=True), color=a.colour, linewidth=0.7, alpha=0.3, zorder=1)
             xs, ys = zip(*curves[record.path], strict=True)
             look = {"color": a.colour, "linestyle": a.dash, "linewidth": 1.5 if len(row.records) == 1 else 1.0}
-            if len(xs) <= 12:  # few enough to show each validation, and one alone makes no line
+            if len(xs) <= 12:  # show each validation; a single one would draw no line
                 look |= {"marker": "o", "markersize": 3}
             (handles[row.title],) = axes.plot([value / unit for value in xs], ys, zorder=2, **look)
         axes.set_ylim(*_window([[y for _, y in curves[record.path]] for _, _, record in members]))
@@ -150,14 +150,14 @@ def _loss_curves(table: list[Row], x: str, unit: float, label: str, name: str, c
 
 
 def _window(losses: list[list[float]]) -> tuple[float, float]:
-    """Limits that show the ends of the runs apart: at most the worst fifth of each run lies above them."""
+    """Limits that make the final losses distinguishable: at most the worst fifth of each run is above them."""
     low, high = min(map(min, losses)), max(sorted(run)[math.ceil(0.8 * (len(run) - 1))] for run in losses)
     margin = 0.05 * (high - low) or 0.05
     return low - margin, high + margin
 
 
 def legend_below(figure: Figure, handles: dict) -> None:
-    """A legend below the panels, where it hides no line."""
+    """A legend below the panels, where it hides nothing."""
     labels, across = _legend(handles)
     figure.legend(handles.values(), labels, loc="outside lower center", ncols=across, handlelength=2.4)
 
@@ -169,7 +169,7 @@ def legend_height(labels: Iterable[str]) -> float:
 
 
 def _legend(labels: Iterable[str]) -> tuple[list[str], int]:
-    """The labels as written, and the number of columns."""
+    """The labels, broken into lines, and the number of columns."""
     lines = [wrapped(label, 64) for label in dict.fromkeys(labels)]
     for across in range(min(len(lines), 3), 1, -1):
         columns = np.array_split(lines, across)  # as matplotlib fills them
@@ -185,7 +185,7 @@ def _width(label: str) -> float:
 
 
 def active_fraction(table: list[Row]) -> Drawing | None:
-    """Small multiples, one per routed row, so that soft and hard of one run are compared and runs do not overlap."""
+    """Small multiples, one per routed row, so that soft and hard can be compared and runs do not overlap."""
     routed = [(a, row) for a, row in zip(looks(table), table, strict=True) if any(_per_layer(row, m) for m in MODES)]
     if not routed:
         return None
@@ -197,7 +197,7 @@ def active_fraction(table: list[Row]) -> Drawing | None:
         for mode, look in MODES.items():
             if layers := _per_layer(row, mode):
                 means = [statistics.fmean(layer) for layer in layers]
-                # By rounding the mean of equal values may lie outside them; an error bar must not be negative.
+                # Rounding can put the mean of equal values outside of them; an error bar must not be negative.
                 below = [max(0, mean - min(layer)) for mean, layer in zip(means, layers, strict=True)]
                 above = [max(0, max(layer) - mean) for mean, layer in zip(means, layers, strict=True)]
                 axes.errorbar(range(len(layers)), means, [below, above], color=a.colour, **look)
@@ -211,9 +211,9 @@ def active_fraction(table: list[Row]) -> Drawing | None:
     for axes in grid[:, 0]:
         axes.set_ylabel("active fraction")
     keys = [Line2D([], [], color=INK, **look) for look in MODES.values()]
-    labels = ["soft: mean weight of the gate", "hard: share of tokens executed"]
+    labels = ["soft: mean gate weight", "hard: share of active tokens"]
     figure.legend(keys, labels, loc="outside lower center", ncols=2, handlelength=2.6)
-    caption = "Active fraction per layer. Bars span the seeds, where there are several. A layer without a router is 1."
+    caption = "Active fraction per layer, with bars for the range over seeds. A layer without a router is at 1."
     return render(figure, "active_fraction", caption)
 
 

@@ -1,4 +1,4 @@
-"""build: write the report's folder, once everything in it has been made."""
+"""build: write the report folder, once all of its content has been generated."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from tokendepth.runs.run import Run
 
 
 def check_extra() -> None:
-    """A UserError where the packages that draw are missing; to be called before any work that ends in a report."""
+    """Raise UserError if the drawing packages are missing; call this before any work that ends in a report."""
     try:
         import jinja2  # noqa: F401
         import matplotlib.figure  # noqa: F401
@@ -24,7 +24,7 @@ def check_extra() -> None:
 def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
     """Write report.html, table.md, table.json and figures/ into `out`; returns the path of report.html.
 
-    A report that is already there is replaced, the figures of its runs included; no other file is touched.
+    An existing report and its figures are replaced; no other file is touched.
     """
     table = rows(runs)
     out = Path(out)
@@ -60,7 +60,7 @@ def build(runs: list[Run], out: Path, title: str | None = None) -> Path:
 
 
 def _stale(folder: Path, kept: set[str]) -> list[Path]:
-    """Figures of an earlier report that this one does not have; left there they would seem to belong to it."""
+    """Figures of an earlier report that are not in this one and would seem to belong to it."""
     numbered = ("overview_[0-9][0-9]", "pareto_[0-9][0-9]", "tokens_[0-9][0-9]")
     patterns = ("loss_steps", "loss_tlops", "active_fraction", *numbered)
     ours = [path for name in patterns for suffix in ("svg", "png") for path in folder.glob(f"{name}.{suffix}")]

@@ -1,6 +1,6 @@
-"""The first screen in words: what was trained, what is skipped, what that costs in loss and gains in time.
+"""The first screen in words: what was trained, how much is skipped, and what that changes in loss and speed.
 
-Every number comes from the runs' evaluations as executed (hard = sparse); nothing here is soft.
+Every number comes from evaluations with real skipping (hard = sparse), none from soft gates.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from tokendepth.report.summary import NOISE_SHARE, Row, Stat, by_key, rows
 from tokendepth.runs.run import Run
 
 MOST = 3
-"""The most models that one sentence describes."""
+"""Maximum number of models in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Headline:
     clauses: tuple[Clause, ...]
     closing: str
     timed: str
-    """Device and batch of the timings; empty if there are none."""
+    """Device and batch size of the timings; empty if there are none."""
 
     @property
     def text(self) -> str:
@@ -37,12 +37,12 @@ class Headline:
 
 
 def sentences(runs: list[Run]) -> list[str]:
-    """One for each corpus."""
+    """One sentence per corpus."""
     return [headline(members).text for members in by_corpus(rows(runs)).values()]
 
 
 def by_corpus(table: Sequence[Row]) -> dict[str, list[Row]]:
-    """Losses on different texts do not compare."""
+    """Rows by corpus, since losses on different texts cannot be compared."""
     found: dict[str, list[Row]] = {}
     for row in table:
         found.setdefault(row.corpus, []).append(row)
@@ -58,9 +58,9 @@ def headline(members: Sequence[Row]) -> Headline:
     evaluated = [row for row in members if row.stat(by_key("loss_hard"))]
     routed = [row for row in evaluated if any(record.routed for record in row.records)]
     if not evaluated:
-        return Headline(f"{opening} and not evaluated yet: tokendepth evaluate RUN does it", (), ".", "")
+        return Headline(f"{opening}, but not evaluated yet (run tokendepth evaluate)", (), ".", "")
     if not routed:
-        words = "and nothing is skipped: without routers every token passes every layer"
+        words = "and nothing is skipped: without routers every token goes through every layer"
         where = f" on {members[0].corpus}" if imported else ""
         said = f"has a validation loss{where} of"
         clauses = tuple(Clause(row, f"{said} {_loss(row).mean:.4f}") for row in evaluated[:MOST])
@@ -69,11 +69,11 @@ def headline(members: Sequence[Row]) -> Headline:
     shown = [row for row in routed if row in best]
     clauses = tuple(Clause(row, _clause(row, reference(row, evaluated))) for row in shown)
     timed = sorted({row.timed for row in shown if row.stat(by_key("speedup"))})
-    return Headline(f"{opening}; when executed, ", clauses, _more(routed), "; ".join(timed))
+    return Headline(f"{opening}; with real skipping, ", clauses, _more(routed), "; ".join(timed))
 
 
 def reference(row: Row, members: Sequence[Row]) -> Row | None:
-    """The dense model that `row` is compared with: the same shape, trained as long on the same text."""
+    """The dense model to compare `row` with: same shape, trained for as long on the same text."""
 
     def alike(one: Row) -> tuple:
         config = one.records[0].config
@@ -126,7 +126,7 @@ def _cost(row: Row, dense: Row | None) -> str:
     other = _loss(dense)
     share = loss.mean / other.mean - 1
     if abs(share) < NOISE_SHARE and min(len(loss.values), len(other.values)) < 3:
-        return f"{said}, too close to dense ({other.mean:.4f}) to tell apart"
+        return f"{said}, not clearly different from dense ({other.mean:.4f})"
     return f"{said}, {abs(share):.1%} {'below' if share < 0 else 'above'} dense ({other.mean:.4f})"
 
 
@@ -135,7 +135,7 @@ def _clock(row: Row) -> str:
     if speed is None:
         return "was not timed"
     if row.times_overlap:
-        return "cannot be told from dense by the clock: their times overlap"
+        return "is not clearly faster or slower than dense (their times overlap)"
     if speed.mean < 1:
         return f"is slower than dense ({speed.mean:.2f}x its speed)"
     return f"is {speed.mean:.2f}x as fast as dense"

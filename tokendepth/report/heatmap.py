@@ -1,4 +1,4 @@
-"""The paper's token map: a passage over one row per router, teal where a token is active, grey where it is skipped."""
+"""The token map of the TSA paper: a passage above one row per router, teal for active tokens, grey for skipped ones."""
 
 import itertools
 
@@ -13,23 +13,23 @@ from tokendepth.report.records import MARKS, Passage, visible
 COLUMNS = 43
 """Characters per line."""
 LINES = 6
-"""More lines would not fit a page; the HTML shows the whole passage."""
+"""Maximum number of lines on a page; the HTML shows the whole passage."""
 CELL = 0.104
 """Inches: width of one character and height of one router's row."""
 SPACES = tuple(MARKS.values())
-"""As `visible` writes them."""
+"""White space as written by `visible`."""
 LEFT, HEAD, GAP = 0.75, 0.34, 0.9
-"""Inches for the routers' names and for a panel's heading; rows of space between two lines of text."""
+"""Inches for router names and for panel headings; rows of space between two lines of text."""
 
 TITLES = {
     "soft": "soft: gate weights, everything is computed",
-    "hard": "hard: decisions, as sparse executes them",
+    "hard": "hard: the decisions that sparse executes",
 }
 SHADES = LinearSegmentedColormap.from_list("depth", [SKIPPED, ACTIVE])
 
 
 def token_map(passage: Passage, name: str, title: str) -> Drawing:
-    """One panel per mode, never blended; each token as wide as its text."""
+    """One panel per mode, never mixed; each token is as wide as its text."""
     lines = _wrap([visible(piece) for piece in passage.pieces])
     drawn = lines[:LINES]
     rows = len(drawn) * (len(passage.sites) + 1) + (len(drawn) - 1) * GAP
@@ -49,16 +49,16 @@ def token_map(passage: Passage, name: str, title: str) -> Drawing:
             _panel(axes, drawn, passage.sites, grid)
         shown = sum(map(len, drawn))
         part = "" if len(lines) == len(drawn) else f" First {shown} of {len(passage.pieces)} tokens."
-        panels = " Above, the gates as weights; below, the decisions at the threshold." if len(modes) > 1 else ""
+        panels = " The upper panel shows gate weights, the lower one decisions." if len(modes) > 1 else ""
         caption = (
-            f"{title}: each token above one row per router, which is named by the block that it guards. Teal: active; "
-            f"grey: skipped.{panels}{part}"
+            f"{title}: each token, above one row per router, which is labelled with its block. Teal: active; grey: "
+            f"skipped.{panels}{part}"
         )
         return render(figure, name, caption)
 
 
 def _wrap(texts: list[str]) -> list[list[str]]:
-    """Lines of at most COLUMNS characters that end between words where they can; a longer token is cut to fit one."""
+    """Lines of at most COLUMNS characters, broken between words if possible; tokens longer than a line are cut."""
     lines: list[list[str]] = [[]]
     for text in texts:
         text, line = text[:COLUMNS], lines[-1]
@@ -79,7 +79,7 @@ def _panel(axes: Axes, lines: list[list[str]], sites: list[str], grid: list[list
             centre = end - len(text) / 2
             axes.text(centre, top + 0.45, text, family="DejaVu Sans Mono", size=7, ha="center", va="center")
         for row, (site, shares) in enumerate(zip(sites, grid, strict=True), 1):
-            # One image per router, lower than its row: gaps separate the routers on any background.
+            # One image per router, lower than its row, so that gaps separate routers on any background.
             cells = [share for text, share in zip(line, shares[first:], strict=False) for _ in text]
             extent = (0, len(cells), top + row + 0.95, top + row + 0.05)
             axes.imshow([cells], SHADES, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="none")
@@ -89,7 +89,7 @@ def _panel(axes: Axes, lines: list[list[str]], sites: list[str], grid: list[list
 
 
 def _key(axes: Axes) -> None:
-    """What the shades mean, beside the first panel's heading."""
+    """The legend for the shades, next to the first panel's heading."""
     top = -1.9
     left, right = COLUMNS - 10, COLUMNS - 4.5
     axes.imshow([[i / 63 for i in range(64)]], SHADES, extent=(left, right, top + 1, top), aspect="auto", clip_on=False)

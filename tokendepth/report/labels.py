@@ -1,6 +1,6 @@
-"""Labels at points of a figure, placed where they cover no other label and as little else as possible.
+"""Labels for points of a figure, placed so that they cover no other label and as little else as possible.
 
-Call it last, when everything else is drawn and the limits of the axes are set.
+Call these functions last, when everything else is drawn and the limits of the axes are set.
 """
 
 import itertools
@@ -19,20 +19,20 @@ PLACES = [
     (x, y, ("left", "center", "right")[1 - x], ("bottom", "center", "top")[1 - y])
     for x, y in ((-1, -1), (1, -1), (-1, 1), (1, 1), (0, -1), (0, 1), (1, 0), (-1, 0))
 ]
-"""Around a point: direction and alignment, the favourite first."""
+"""Places around a point, as direction and alignment, in order of preference."""
 DISTANCES = (4, 9, 14)
 MARK = 10
-"""A mark that is covered counts as this many pixels of a line."""
+"""Cost of covering a marker, in pixels of covered line."""
 FOREIGN = 40
-"""So does a place beside the point of another label, to which the words would seem to belong."""
+"""Cost of being near the point of another label, to which the words would seem to belong."""
 HALO = withStroke(linewidth=2, foreground=PAPER)
-"""Around words that have to lie on a line."""
+"""Keeps words legible that have to be on a line."""
 LINE = 9
-"""Points from one line of words above the frame to the next."""
+"""Line height above the frame, in points."""
 
 
 def beside(axes: Axes, words: Iterable[tuple[str, float, float, str]], **look: object) -> None:
-    """Write texts (text, x, y, colour), each beside its point."""
+    """Write texts (text, x, y, colour), each next to its point."""
     _lay_out(axes)
     lines, marks = (np.concatenate(found) for found in zip(*_drawn(axes), strict=True))
     frame, taken, words = axes.get_window_extent(), _boxes(axes), list(words)
@@ -56,9 +56,9 @@ def beside(axes: Axes, words: Iterable[tuple[str, float, float, str]], **look: o
 
 
 def above(axes: Axes, words: Iterable[tuple[float, str, str]], top: float, **look: object) -> float:
-    """Write texts (x, text, colour) above the frame, whose edge is at `top`: inside the figure, none on another.
+    """Write texts (x, text, colour) above the frame, whose edge is at `top`, inside the figure and without overlap.
 
-    Returns how high they stand, in inches.
+    Returns their total height in inches.
     """
     _lay_out(axes)
     taken: list[Bbox] = []
@@ -90,7 +90,7 @@ def _write(axes: Axes, text: str, point: tuple[float, float], offset: tuple[floa
 
 
 def _shift(axes: Axes, text: str, point: tuple[float, float], **look: object) -> float:
-    """How far to move a centred text, in points, so that it does not leave the figure."""
+    """How far to move a centred text, in points, to keep it inside the figure."""
     label = _write(axes, text, point, (0, 0), ha="center", **look)
     box, figure = label.get_window_extent(), axes.figure.bbox
     label.remove()
@@ -100,7 +100,7 @@ def _shift(axes: Axes, text: str, point: tuple[float, float], **look: object) ->
 
 
 def _overlap(a: Bbox, b: Bbox) -> float:
-    """In square pixels."""
+    """Overlapping area in square pixels."""
     both = Bbox.intersection(a, b)
     return both.width * both.height if both else 0.0
 
@@ -110,7 +110,7 @@ def _boxes(axes: Axes) -> list[Bbox]:
 
 
 def _drawn(axes: Axes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Lines and error bars as pixels that lie densely on them, and the middles of their marks."""
+    """Dense points along lines and error bars, in pixels, and the positions of their markers."""
     yield np.empty((0, 2)), np.empty((0, 2))
     paths = [line.get_xydata() for line in axes.lines]
     bars = [c for c in axes.collections if isinstance(c, LineCollection)]

@@ -1,4 +1,4 @@
-"""The first picture: loss, FLOPs and speed of every model, as executed."""
+"""The first figure: loss, FLOPs and speed of every model with real skipping."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from tokendepth.report.palette import INK, look
 from tokendepth.report.summary import Column, Row, by_key
 
 WIDTH = 3.75
-"""Inches: a phone shows it at its own size."""
+"""Inches, so that a phone shows it at its original size."""
 NAME = 16
-"""Characters of a row's name on one line."""
+"""Characters per line of a row's name."""
 PANELS = (
     ("loss_hard", "validation loss (lower is better)", ".4f", 1.0),
     ("flops_per_token", "million FLOPs per token (lower is better)", ".3g", 1e-6),
@@ -40,14 +40,14 @@ def overview(name: str, members: Sequence[Row]) -> Drawing | None:
             axes.set_ylim(sum(lines), 0)
             axes.set_yticks(centres, names, fontsize=8)
         caption = (
-            "Quality and cost of each model, as executed. Speed: a forward pass that skips, timed in turns with the "
+            "Quality and cost of each model with real skipping. Speed: a forward pass, timed in turns with that of the "
             "dense model of the same shape."
         )
         return render(figure, name, caption)
 
 
 def _bars(axes: Axes, members: dict[float, Row], column: Column, form: str, unit: float) -> None:
-    """`members` are by the height of their bars."""
+    """`members`: rows by the vertical position of their bars."""
     values = {place: stat.mean * unit for place, row in members.items() if (stat := row.stat(column))}
     speed = column.key == "speedup"
     unclear = {place for place, row in members.items() if speed and row.times_overlap}

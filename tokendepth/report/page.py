@@ -1,6 +1,6 @@
-"""report.html: one self-contained file, from the template beside this module.
+"""report.html: one self-contained file, rendered from the template next to this module.
 
-Everything that comes from a run goes through the template's escaping; only our own SVG is passed as markup.
+Everything that comes from a run is escaped by the template; only our own SVG is passed as markup.
 """
 
 import re
@@ -30,7 +30,7 @@ ENVIRONMENT = Environment(
 METHODS = [(f"--method-{name.replace('_', '-')}", look) for name, look in {**LOOKS, "unknown": UNKNOWN}.items()]
 """CSS variables for the methods' colours, which differ between light and dark pages."""
 COLOURS = {"methods": METHODS, "active": " ".join(map(str, bytes.fromhex(ACTIVE[1:]))), "skipped": SKIPPED}
-"""What style.html needs, in every page."""
+"""Variables of style.html, for every page."""
 
 
 def render(
@@ -61,7 +61,7 @@ def render(
 
 
 def _paint(colour: str) -> str:
-    """The CSS variable of a method's colour, so that it follows the light or dark page."""
+    """The CSS variable of a method's colour, so that it adapts to light and dark pages."""
     return next((f"var({name})" for name, look in METHODS if look.colour == colour), colour)
 
 
@@ -82,7 +82,7 @@ def inlined(drawing: Drawing) -> dict[str, Any]:
 
 
 def inline(svg: str, prefix: str) -> str:
-    """An SVG file for inlining: without prolog, unused ids and background, and with the page's colours."""
+    """Prepare an SVG for inlining: no prolog, unused ids and background; the page's colours."""
     svg = re.sub(r"<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     opening, body = svg.split(">", 1)
     svg = re.sub(r' (width|height|version)="[^"]*"', "", opening) + ">" + body  # the page's style gives it a size
@@ -105,27 +105,27 @@ def _passage(record: Record, passage: Passage, maps: dict[Path, Drawing]) -> dic
     return {
         "name": record.name,
         "tokens": tokens,
-        "words": any(len(piece) > 1 for piece in passage.pieces),  # these need gaps to be told apart
+        "words": any(len(piece) > 1 for piece in passage.pieces),  # longer tokens need gaps between them
         "modes": list(modes),
         "figure": inlined(maps[record.path]),
     }
 
 
 def _tip(passage: Passage, t: int) -> str:
-    """What is known of one token, a line per router."""
+    """The tooltip of one token, with one line per router."""
     surprisal = passage.surprisal[t]
     lines = [
         f"{visible(passage.pieces[t])}  surprisal (soft) " + (DASH if surprisal is None else f"{surprisal:.2f} nats")
     ]
     for s, site in enumerate(passage.sites):
-        keep = [] if passage.soft is None else [f"keep {passage.soft[s][t]:.2f}"]
+        keep = [] if passage.soft is None else [f"gate {passage.soft[s][t]:.2f}"]
         decision = [] if passage.hard is None else ["active" if passage.hard[s][t] else "skipped"]
         lines.append(f"{site}: " + ", ".join(keep + decision))
     return "\n".join(lines)
 
 
 def _provenance(record: Record) -> dict[str, Any]:
-    """Where a run's numbers come from: what was trained, by what, and what its evaluation also found."""
+    """Where a run's numbers come from: model, training, environment, and further results of its evaluation."""
     config = record.config
     model, train = config.model, config.train
     facts = {
@@ -150,7 +150,7 @@ def _provenance(record: Record) -> dict[str, Any]:
             at = DASH if active is None else f"{active:.3f}"
             facts["control: " + name.replace("_", " ")] = f"loss {loss:.4f}, active fraction {at}"
     if (flips := record.number("decision_flips")) is not None:
-        facts["decisions that differ, hard and sparse"] = f"{flips:,.0f}"
+        facts["decisions that differ between hard and sparse"] = f"{flips:,.0f}"
     for mode in ("dense", "hard", "sparse"):
         if len(spread := record.numbers("time", f"{mode}_ms")) == 3:
             facts[f"time, {mode}"] = "{:.2f} ms (median; {:.2f} to {:.2f})".format(*spread)

@@ -1,7 +1,7 @@
-"""Colours, the same in every figure and on the page: one for each method, a calm pair for active and skipped tokens.
+"""Colours for all figures and pages: one for each method, and a calm pair for active and skipped tokens.
 
-Chosen so that every two methods stay apart for people with each kind of colour blindness (a test measures it), and so
-that none is red or orange: these mark what is bad.
+Any two methods can be distinguished with every kind of colour blindness (a test measures this). None is red or orange,
+which are reserved for what is bad.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 INK = "#1c2733"
 PAPER = "#ffffff"
 ALARM = "#d5480a"
-"""For what is bad: a loss that was never reached."""
+"""For bad results, such as a loss that was never reached."""
 
 ACTIVE, SKIPPED = "#159a92", "#8c99a638"
-"""Colours of tokens in a block. Skipping is the success, so skipped is the quiet one, on light and dark pages."""
+"""Colours of tokens in a block. Skipping is a success, so skipped tokens get the quiet colour."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ LOOKS = {
     "itt": Look("#5a1b00", "v", "#fcc89f"),
     "switch": Look("#827525", "*", "#827525"),
     "span": Look("#000514", "p", "#57f002"),
-    "random": Look(INK, "x", INK),  # the control of routed methods; ink is light on a dark page
+    "random": Look(INK, "x", INK),  # the control for routed methods; INK becomes light on a dark page
 }
 UNKNOWN = Look("#a4b7a7", "h", "#a4b7a7")
 """For methods without an entry above."""
@@ -50,7 +50,7 @@ def look(kind: str) -> Look:
 
 @dataclass(frozen=True)
 class RowLook:
-    """How one row of a table is drawn: in its method's colour, with a marker and dash that no other such row has."""
+    """How one row of a table is drawn: in its method's colour, with a marker and dash not used by another such row."""
 
     colour: str
     dash: str | tuple
@@ -58,7 +58,7 @@ class RowLook:
 
 
 def row_looks(kinds: Sequence[str]) -> list[RowLook]:
-    """One for each row, given their methods in order."""
+    """One look per row, given the rows' methods in order."""
     found: list[RowLook] = []
     for place, kind in enumerate(kinds):
         nth = list(kinds[:place]).count(kind)

@@ -1,4 +1,4 @@
-"""Loss over executed FLOPs, beside controls of the same cost."""
+"""Loss over executed FLOPs, compared with dense models of the same cost."""
 
 import statistics
 
@@ -9,9 +9,9 @@ from tokendepth.report.summary import Row
 from tokendepth.report.tradeoff import Place, tradeoff
 
 CAPTION = (
-    "{corpus}: validation loss over the FLOPs that were executed. A line is one model per seed, executed at several "
-    "budgets, a lone mark a model that has one; bars are standard deviations over the seeds. The grey line joins dense "
-    "models with fewer layers. Above the frame stand losses too high for it."
+    "{corpus}: validation loss over executed FLOPs. A line is a model run at several budgets, a single mark a model "
+    "with one budget; bars are standard deviations over seeds. The grey line connects dense models of different "
+    "depths. Losses too high for the frame are written above it."
 )
 
 
@@ -39,7 +39,7 @@ def _drawn(name: str, corpus: str, members: list[tuple[RowLook, Row]]) -> Drawin
 
 
 def _places(row: Row) -> list[Place]:
-    """One for each budget of the curve; without a curve, the evaluation itself."""
+    """One point per budget of the curve; without a curve, the evaluation itself."""
     curves = [record.field("curve") or [] for record in row.records]
     if all(curves):
         by_budget = [

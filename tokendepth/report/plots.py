@@ -1,4 +1,4 @@
-"""The paper's figures, with our results beside the published ones."""
+"""The figures of the TSA paper, with our results next to the published ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def scatter(
 
 
 def curves(name: str, caption: str, models: dict[tuple[str, str], list[list[dict]]]) -> Drawing | None:
-    """Validation loss over steps and over cumulative TLOps, one line per seed; `models` are by method and label."""
+    """Validation loss over steps and over cumulative TLOps, one line per seed; `models` by method and label."""
     models = {model: [h for h in histories if h] for model, histories in models.items()}
     if not any(models.values()):
         return None
@@ -99,7 +99,7 @@ def curves(name: str, caption: str, models: dict[tuple[str, str], list[list[dict
         final = [h[-1]["val_loss"] for histories in models.values() for h in histories]
         highest = max(h[0]["val_loss"] for histories in models.values() for h in histories)
         low = min(row["val_loss"] for histories in models.values() for h in histories for row in h)
-        # The first validations would compress the rest, so they may lie above the panel.
+        # The first validations would compress the rest, so they may be above the panel.
         top = min(highest, max(final) + 0.6)
         panels[0].set_ylim(low - 0.03 * (top - low), top + 0.03 * (top - low))
         panels[0].set_ylabel("validation loss, soft\n(nats per character)")
@@ -121,9 +121,9 @@ def milestones(
     steps: int,
     published: dict[tuple[str, str], int] | None = None,
 ) -> Drawing | None:
-    """For each model and each loss level, the step at which its seeds reached it; a cross means never.
+    """For each model and each loss level, the steps at which its seeds reached it; a cross means never.
 
-    `rows` are by method and label; `published` has steps by label and level.
+    `rows` by method and label; `published` steps by label and level.
     """
     rows = {model: found for model, found in rows.items() if any(found)}
     if not rows:

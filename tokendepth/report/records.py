@@ -1,4 +1,4 @@
-"""What a report reads from a run folder, read once, so that table, figures and page agree during training too."""
+"""What a report reads from a run folder. It is read once, so that table, figures and page agree during training."""
 
 import math
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from tokendepth.runs.run import Run
 
 MARKS = {"\n": "↵", " ": "·", "\t": "→"}
 LINE_ENDS = ("\n", "↵")
-"""Tokenizers show the end of a line as this mark."""
+"""A line end, and the mark by which tokenizers show one."""
 BREAKS = (" ", "\t", *LINE_ENDS)
 """White space, which separates words."""
 
 
 def printable(text: str) -> str:
-    """`text` with a box for whatever cannot be drawn or encoded: control characters, halves of a surrogate pair."""
+    """`text` with a box for each character that cannot be drawn or encoded: control characters, lone surrogates."""
     return "".join(c if c.isprintable() else "▯" for c in text)
 
 
 def visible(piece: str) -> str:
-    """A token as it is shown: white space gets a mark, an empty one too."""
+    """A token for display: marks stand for white space and for an empty token."""
     return printable("".join(MARKS.get(c, c) for c in piece)) or "∅"
 
 
 def first_word(pieces: list[str]) -> int:
-    """The first token that certainly begins a word; 0 if there is no white space."""
+    """Index of the first token that certainly begins a word; 0 if there is no white space."""
     before = ""
     for t, piece in enumerate(pieces):
         parted = before.endswith(BREAKS) or piece.startswith(BREAKS)  # " word" is one token of a BPE
@@ -38,7 +38,7 @@ def first_word(pieces: list[str]) -> int:
 
 
 def as_number(value: object) -> float | None:
-    """`value` if it is a finite number, else None: an odd field is shown as a dash and does not crash."""
+    """`value` if it is a finite number, else None, which is shown as a dash."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return value
     return None
@@ -46,7 +46,7 @@ def as_number(value: object) -> float | None:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text with every router's decision on each token; None for a mode that the method does not have."""
+    """A text with every router's decision for each token; None for a mode that the method does not have."""
 
     pieces: list[str]
     sites: list[str]
@@ -63,7 +63,7 @@ class Passage:
         hard: list[list[float]] | None,
         surprisal: list[float | None],
     ) -> "Passage":
-        """The passage from its first whole word on: a split may begin in the middle of one."""
+        """The passage from its first whole word on, since a split may begin in the middle of a word."""
         first = first_word(pieces)
         soft, hard = (grid and [row[first:] for row in grid] for grid in (soft, hard))
         return cls(pieces[first:], sites, soft, hard, surprisal[first:])
@@ -91,18 +91,18 @@ class Record:
 
     @property
     def routed(self) -> bool:
-        """Whether it has routers; a run that was not evaluated counts as having them."""
+        """Whether it has routers; assumed for a run that was not evaluated."""
         said = self.field("routed")
         return said if isinstance(said, bool) else self.number("router_parameters") != 0
 
     @property
     def has_soft(self) -> bool:
-        """Whether soft differs from hard; true if an older evaluation does not say."""
+        """Whether soft differs from hard; assumed if an older evaluation does not record it."""
         return self.routed and self.field("has_soft") is not False
 
     @property
     def corpus(self) -> str:
-        """The corpus and, unless they are characters, its tokens: losses over different tokens do not compare.
+        """The corpus and, unless they are characters, its tokens: losses over different tokens cannot be compared.
 
         A user's file is shown by its name, without folders.
         """
@@ -115,7 +115,7 @@ class Record:
 
     @property
     def imported(self) -> bool:
-        """Whether somebody else trained it, on what is not known here."""
+        """Whether it was imported, so that its training is not known here."""
         return "imported_from" in self.env
 
     @property
@@ -133,20 +133,20 @@ class Record:
         return as_number(self.field(*keys))
 
     def needed(self, *keys: str) -> float:
-        """As `number`, for a record that must have it."""
+        """Like `number`, for a field that must exist."""
         number = self.number(*keys)
         assert number is not None, f"{self.name} has no {'.'.join(keys)}"
         return number
 
     def numbers(self, *keys: str) -> list[float]:
-        """A list of numbers, empty where any of it is missing."""
+        """A list of numbers; empty if any of them is missing."""
         values = self.field(*keys)
         values = [as_number(v) for v in values] if isinstance(values, list) else []
         return [] if None in values else [v for v in values if v is not None]
 
     @property
     def times_overlap(self) -> bool:
-        """Whether the quartiles of dense and sparse times do, so that neither is known to be faster."""
+        """Whether the quartiles of dense and sparse times overlap, so that neither is clearly faster."""
         dense, sparse = (self.numbers("time", f"{mode}_ms") for mode in ("dense", "sparse"))
         return len(dense) == len(sparse) == 3 and sparse[1] <= dense[2] and dense[1] <= sparse[2]
 
@@ -165,7 +165,7 @@ class Record:
         if not isinstance(surprisal, list) or len(surprisal) != len(pieces):
             surprisal = [None] * len(pieces)
         soft, hard = (self._grid(tree.get(mode), mode, len(sites), len(pieces)) for mode in ("soft", "hard"))
-        soft = soft if self.has_soft else None  # there it holds the decisions once more
+        soft = soft if self.has_soft else None  # otherwise it repeats the decisions
         if not (soft or hard):
             return None
         return Passage.from_word(pieces, sites, soft, hard, [as_number(s) for s in surprisal])

@@ -1,4 +1,4 @@
-"""Results files: a run's numbers as one small row, and rows read back as records for tables."""
+"""Results files: a run's numbers as one small row, and rows as records for tables."""
 
 import re
 from dataclasses import replace
@@ -15,12 +15,12 @@ SHOWN_BUDGETS = (0.25, 0.4, 0.5, 0.7, 1.0)
 
 
 def collect(runs: list[Run], path: Path) -> None:
-    """Add evaluated runs to a results file; an earlier row of the same config is replaced."""
+    """Add evaluated runs to a results file; an earlier row with the same config is replaced."""
     add_rows(path, [row(run) for run in runs], identity=("config",))
 
 
 def row(run: Run) -> Row:
-    """What a results file keeps of a run."""
+    """The row of a run in a results file."""
     evaluation = run.evaluation
     if not evaluation or not run.finished:
         raise UserError(f"{run.path} is not finished and evaluated; run: tokendepth evaluate {run.path}")
@@ -35,7 +35,7 @@ def records(path: Path) -> list[Record]:
 
 
 def record(row: Row, path: Path) -> Record:
-    """A row of the results file at `path`; its metrics are the run's validations, if the row has them."""
+    """A row of the results file at `path` as a record; its metrics are the validations, if the row has them."""
     if problem := shapes.problem(row, shapes.ROW):
         raise UserError(f"{path} is damaged: in the row {row.get('name')!r:.60} {problem}; restore it from a copy")
     config, history = from_dict(row["config"]), row.get("history", [])
@@ -43,7 +43,7 @@ def record(row: Row, path: Path) -> Record:
 
 
 def at_budgets(found: list[Record]) -> list[Record]:
-    """Repeat a run that was executed at several budgets, once for each that tables show."""
+    """Repeat a run that was evaluated at several budgets, once for each budget that tables show."""
     shown = []
     for record in found:
         points = [point for point in record.field("curve") or [] if point.get("budget") in SHOWN_BUDGETS]
@@ -52,7 +52,7 @@ def at_budgets(found: list[Record]) -> list[Record]:
 
 
 def _at_budget(record: Record, point: Row) -> Record:
-    """The record at one budget of its curve, as if that were the run's own."""
+    """The record at one budget of its curve, as if that were the run's own budget."""
     budget = point["budget"]
     method = record.config.method
     if "budget" in vars(method):

@@ -1,7 +1,7 @@
-"""Rows of the results table: runs that differ only in their seed are one row, and every number knows its mode.
+"""Rows of the results table: runs that differ only in their seed are one row, and every number states its mode.
 
-Soft and hard numbers are different columns: a column reads one mode and names it. TLOps that a soft gate saves are a
-weighting; work that was skipped in execution has its own columns.
+Soft and hard numbers are in different columns, and the title of a column names its mode. TLOps saved by soft gates are
+only a weighting; work that was really skipped has its own columns.
 """
 
 import itertools
@@ -20,9 +20,9 @@ from tokendepth.runs.run import Run
 
 DASH = "—"
 COLLAPSE = 0.02
-"""A hard loss this much above the soft one means that the soft figures describe a model that cannot be executed."""
+"""If the hard loss exceeds the soft one by more than this, the soft results do not hold when tokens are skipped."""
 MISMATCH = 0.001
-"""Hard and sparse agree to rounding; if they differ by more than this, the column `hard = sparse` is wrong."""
+"""Hard and sparse agree up to rounding; if they differ by more than this, the column `hard = sparse` is wrong."""
 NOISE_SHARE = 0.009
 NOISE = f"differences under {NOISE_SHARE:.1%} are noise"
 
@@ -39,12 +39,12 @@ class Stat:
 
     @property
     def std(self) -> float | None:
-        """Of the sample (n - 1); None for a single value."""
+        """Sample standard deviation (n - 1); None for a single value."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     @property
     def error(self) -> float | None:
-        """Of the mean: one standard error."""
+        """Standard error of the mean."""
         return None if self.std is None else self.std / math.sqrt(len(self.values))
 
     def text(self, form: str) -> str:
@@ -58,18 +58,18 @@ class Column:
     key: str
     group: Literal["", "soft", "executed"]
     title: str
-    """Used alone, so it names the mode."""
+    """Used by itself, so it names the mode."""
     short: str
     """Used below its group's heading."""
     pick: Callable[[Record], float | None]
     style: str
     """A format specification."""
     optional: bool = False
-    """Shown only where some run has it."""
+    """Shown only if some run has it."""
 
 
 def _routed(*keys: str) -> Callable[[Record], float | None]:
-    """Only for runs with routers: a dense model is not faster than itself."""
+    """Only for runs with routers, since a dense model is the baseline."""
     return lambda record: record.number(*keys) if record.routed else None
 
 
@@ -108,7 +108,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """Runs of one config under different seeds."""
+    """Runs of one config with different seeds."""
 
     label: str
     records: tuple[Record, ...]
@@ -119,7 +119,7 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """What its colour stands for: the method, or `random` for the control with random decisions."""
+        """What its colour means: the method, or `random` for the control with random decisions."""
         return "random" if getattr(self.records[0].config.method, "routing", None) == "random" else self.method
 
     @property
@@ -135,7 +135,7 @@ class Row:
         return Stat(values) if values else None
 
     def numbers(self, column: Column) -> list[str]:
-        """The parts of a cell: mean, spread, and for a speed what was timed."""
+        """The parts of a cell: mean, spread and, for a speed, what was timed."""
         stat = self.stat(column)
         if stat is None:
             return [DASH]
@@ -154,7 +154,7 @@ class Row:
 
     @property
     def timed(self) -> str:
-        """Device and batch of the timing: a speed-up without them means nothing."""
+        """Device and batch size of the timing; a speedup without them means nothing."""
         conditions = {
             f"{r.field('time', 'device') or 'device unknown'}, batch {r.field('time', 'batch') or 'unknown'}"
             for r in self.records
@@ -164,14 +164,14 @@ class Row:
 
     @property
     def times_overlap(self) -> bool:
-        """Whether nobody knows which is faster, for one seed or because seeds disagree: a speed would be noise."""
+        """Whether it is unclear which is faster, because the times of a seed overlap or because seeds disagree."""
         speeds = self.stat(by_key("speedup"))
         disagree = speeds is not None and len({speed > 1 for speed in speeds.values}) > 1
         return disagree or any(record.times_overlap for record in self.records)
 
     @property
     def collapses(self) -> bool:
-        """Whether executing the decisions loses, for any seed, what the soft numbers promise."""
+        """Whether, for any seed, quality is lost when the decisions are executed instead of used as weights."""
         return any(_exceeds(r, "hard") or _exceeds(r, "sparse") for r in self.records if r.routed)
 
     @property
@@ -198,7 +198,7 @@ def group(records: list[Record]) -> list[Row]:
         tree = to_dict(record.config)
         seed = tree["train"].pop("seed")
         key = json.dumps(tree, sort_keys=True)
-        while seed in groups.get(key, {}):  # the same seed again is not a second sample: it gets its own row
+        while seed in groups.get(key, {}):  # the same seed again is not a second sample, so it gets its own row
             key += " again"
         groups.setdefault(key, {})[seed] = record
     taken: list[Row] = []
@@ -225,17 +225,17 @@ def columns(table: list[Row]) -> list[Column]:
 
 
 def notes(table: list[Row]) -> list[str]:
-    """Notes that a reader needs to judge the numbers; every table has them."""
+    """Notes that a reader needs to judge the numbers; shown with every table."""
     found = []
     if collapsed := [row.label for row in table if row.collapses]:
         found.append(
             f"† collapses when executed ({', '.join(collapsed)}): the hard loss exceeds the soft loss by more than "
-            f"{COLLAPSE:.0%}, so what the soft columns save cannot be had."
+            f"{COLLAPSE:.0%}, so the savings in the soft columns cannot be realised without losing quality."
         )
     if apart := [row.label for row in table if row.mismatch]:
-        found.append(f"sparse is not hard ({', '.join(apart)}): their losses differ by over {MISMATCH:.1%}, a fault.")
+        found.append(f"sparse differs from hard ({', '.join(apart)}): losses differ by over {MISMATCH:.1%}, a bug.")
     if any(len(row.records) > 1 for row in table):
-        found.append("mean ± standard deviation of the sample over n seeds.")
+        found.append("mean ± sample standard deviation over n seeds.")
     sampled = {row.label: len(stat.values) for row in table if (stat := row.stat(by_key("loss_hard")))}
     for count, word in ((1, "one seed"), (2, "two seeds")):
         few = [label for label, n in sampled.items() if n == count]
@@ -251,7 +251,7 @@ def notes(table: list[Row]) -> list[str]:
 
 
 def _before_and_after(record: Record) -> str | None:
-    """Of a retrofit: what the untouched model has on the same text, and what became of it."""
+    """For a retrofit: the loss of the untouched model on the same text, and the losses after the retrofit."""
     before, after = (record.number(name, "loss") for name in ("untouched", "sparse"))
     share = record.number("block_flops")
     if before is None or after is None or share is None:

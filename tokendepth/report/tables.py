@@ -1,4 +1,4 @@
-"""The rows as Markdown, as JSON and as a terminal table."""
+"""Rows as a Markdown table, as JSON and as a terminal table."""
 
 import html
 import re
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def piped(lines: list[list[str]]) -> str:
-    """Cells as a Markdown table: titles, how columns are aligned, rows."""
+    """Cells as a Markdown table: titles, alignment of the columns, rows."""
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def plain(text: str) -> str:
-    """`text` escaped for Markdown: a run's name may contain what a table or HTML would interpret."""
+    """`text` escaped for Markdown: a run's name may contain characters that a table or HTML would interpret."""
     return re.sub(r"([\\|`*$\[\]]|\b_|_\b)", r"\\\1", html.escape(text, quote=False))
 
 
@@ -74,12 +74,12 @@ HEADINGS = {
 }
 """Columns that fit into 80 characters; parameters go below the run's name."""
 LEGEND = (
-    "soft: a weighting, nothing is skipped; the rest was executed. work: token-layer operations, first block included."
+    "soft: gates as weights, nothing is skipped; the rest: real skipping. work: token-layer operations, with block 0."
 )
 
 
 def terminal_table(runs: list[Run]) -> "Table":
-    """The results for a terminal, with the notes as its caption."""
+    """The results as a table for a terminal, with the notes as its caption."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

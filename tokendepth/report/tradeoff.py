@@ -1,4 +1,4 @@
-"""Many methods in one picture: loss over executed FLOPs, with dense models as the line to beat."""
+"""Many methods in one figure: loss over executed FLOPs, with dense models as the line to beat."""
 
 from collections.abc import Sequence
 
@@ -14,14 +14,14 @@ from tokendepth.report.plots import Points
 Place = tuple[float, float, float]
 """FLOPs per token, loss, and its standard deviation over the seeds."""
 Outside = tuple[float, str, str]
-"""For a point above the frame: FLOPs per token, its label and its colour."""
+"""For a point above the frame: FLOPs per token, label and colour."""
 PALE = "#c9ced3"
 BY_LAYERS = "dense, by layers"
-"""What the grey line is called; its points have their number of layers beside them."""
+"""Name of the grey line; its points are labelled with their number of layers."""
 HEADROOM = 0.06
 """The frame ends this far above the best dense loss; higher points would compress the rest."""
 MARGIN = 0.01
-"""But at least this far above the worst one, so that the whole line to beat is visible."""
+"""But at least this far above the worst dense loss, so that the whole line to beat is visible."""
 TICKS = [n * 10**power for power in range(3, 14) for n in (1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8)]
 
 
@@ -32,12 +32,12 @@ def tradeoff(
     series: Sequence[Points],
     highlight: tuple[str, ...] = (),
     split: str = "validation",
-    cost: str = "million FLOPs per token, executed (head and routers included)",
+    cost: str = "million executed FLOPs per token (including head and routers)",
 ) -> Drawing | None:
-    """`dense` are labelled points of the grey line; they set the frame, which shows everything if there are none.
+    """`dense` are the labelled points of the grey line, which set the frame; without them it shows everything.
 
-    With `highlight`, series whose labels begin otherwise are pale. `split` names the text, `cost` the x axis, in
-    millions.
+    With `highlight`, series whose labels do not begin with one of these words are pale. `split` names the text, `cost`
+    the x axis, which is in millions.
     """
     series = [one for one in series if one.points]
     if not series:
@@ -61,12 +61,12 @@ def tradeoff(
         axes.set_ylim(low - 0.03 * (high - low), min(high, top))  # room for labels below
         axes.set_xscale("log")
         left, right = axes.get_xlim()
-        axes.set_xlim(0.9 * left, 1.08 * right)  # room for labels beside the first and last point
+        axes.set_xlim(0.9 * left, 1.08 * right)  # room for labels next to the first and last point
         axes.xaxis.set_major_locator(FixedLocator(TICKS))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}")
         axes.set_xlabel(cost)
-        axes.set_ylabel(f"{split} loss, executed\n(nats per token)")
+        axes.set_ylabel(f"{split} loss with real skipping\n(nats per token)")
         legend_below(figure, handles)
         figure.set_figheight(figure.get_figheight() + labels.above(axes, outside, top, fontsize=7))
         labels.beside(axes, [(words, x, y, INK) for words, (x, y, _) in dense], fontsize=7)
@@ -84,7 +84,7 @@ def _dense(axes: Axes, dense: Sequence[tuple[str, Place]]) -> object:
 
 
 def _draw(axes: Axes, one: Points, top: float, *, pale: bool) -> tuple[object, list[tuple[float, float]]]:
-    """Points above the frame are drawn on its edge, and returned to be labelled."""
+    """Draw one series. Points above the frame are drawn on its edge and returned, to be labelled."""
     colour = PALE if pale else one.colour
     mark = {"color": colour, "marker": one.marker, "fillstyle": "full" if one.filled else "none", "markersize": 5.5}
     inside = [place for place in one.points if place[1] <= top]
@@ -94,7 +94,7 @@ def _draw(axes: Axes, one: Points, top: float, *, pale: bool) -> tuple[object, l
         xs, ys, spreads = zip(*inside, strict=True)
         bars = spreads if any(spreads) else None
         drawn = axes.errorbar(xs, ys, bars, linestyle=one.line, linewidth=1.2, capsize=2, **mark)
-    on_the_edge = [(x, y) for x, y, _ in (above if one.line == "none" else above[-1:])]  # of a line: where it leaves
+    on_the_edge = [(x, y) for x, y, _ in (above if one.line == "none" else above[-1:])]  # where a line leaves
     for x, _ in on_the_edge:
         (edge,) = axes.plot([x], [top], linestyle="none", clip_on=False, **mark)
         drawn = drawn or edge

@@ -1,1 +1,1 @@
-"""The run folder and its parts: atomic files, checkpoints, metrics, the lock, rows of results, the machine."""
+"""The run folder and its parts: atomic files, checkpoints, metrics, lock, results files, machine facts."""

@@ -6,7 +6,7 @@ from tokendepth.runs.run import Run
 
 
 def open_base(config: RetrofitConfig) -> Run:
-    """The finished dense run that `config` names, checked by the hash of its weights."""
+    """The finished dense run named by `config`, checked by the hash of its weights."""
     try:
         run = Run.open(config.base)
         found = run.fingerprint
@@ -15,6 +15,6 @@ def open_base(config: RetrofitConfig) -> Run:
     if found != config.sha256:
         raise UserError(
             f"{config.base} holds other weights than this retrofit began with (SHA-256 {found[:12]}..., not "
-            f"{config.sha256[:12]}...); put the base back, or retrofit anew in another --out"
+            f"{config.sha256[:12]}...); put the base back, or retrofit again in another --out"
         )
     return run

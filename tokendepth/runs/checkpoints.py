@@ -1,8 +1,8 @@
-"""The checkpoints of a run: folders that are written atomically.
+"""The checkpoints of a run: atomically written folders.
 
-Each is written under a temporary name, synced, completed by a manifest with the SHA-256 of its file, and renamed. It
-also holds the run's small files, so that one good checkpoint is all that a run needs to continue. Only folders with
-the name and the files of a checkpoint are ever removed: the user's copies and notes stay.
+Each one is written under a temporary name, synced, completed by a manifest with the SHA-256 of its file, and renamed.
+It also holds the run's small files, so a single intact checkpoint is enough to continue. Only folders with the name and
+the files of a checkpoint are ever removed; copies and notes of the user stay.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class Checkpoint:
     step: int
     tensors: Tensors
     files: dict[str, bytes]
-    """The run's CARRIED_FILES at that time."""
+    """Content of the run's CARRIED_FILES at that time."""
     metrics: Facts | None = None
     """Size and SHA-256 of metrics.jsonl at that time."""
     rows: bytes | None = None
@@ -56,7 +56,7 @@ class Checkpoint:
 
 
 def save(folder: Path, step: int, tensors: Tensors, files: dict[str, bytes], metrics: MetricsLog | None) -> None:
-    """Add a checkpoint; the last two are kept."""
+    """Add a checkpoint; only the last two are kept."""
     final, part = folder / f"step-{step:08d}", folder / f".tmp-{step:08d}-{os.getpid()}"
     with disk_faults(final):
         make_folder(folder)
@@ -72,7 +72,7 @@ def save(folder: Path, step: int, tensors: Tensors, files: dict[str, bytes], met
         except BaseException:
             remove_left_overs(folder, f"{step:08d}")
             raise
-    # Checkpoints of later steps are damaged: otherwise the run would have continued from them.
+    # Checkpoints of later steps must be damaged, or the run would have continued from them.
     ours = [path for path in _named(folder) if path.is_dir() and not path.is_symlink()]
     good = [path for path in ours if _step_of(path) <= step]
     for old in set(ours) - set(good[:KEEP_CHECKPOINTS]):
@@ -81,7 +81,7 @@ def save(folder: Path, step: int, tensors: Tensors, files: dict[str, bytes], met
 
 
 def load(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that verifies, and one line for each newer one that does not."""
+    """The newest intact checkpoint, and one line for each newer, damaged one."""
     skipped = []
     named = _named(folder)
     for number, path in enumerate(named, 1):
@@ -90,7 +90,9 @@ def load(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         except NewerFormat:
             raise
         except UserError as error:
-            remedy = "going back to the one before it" if number < len(named) else "no other is left: starting afresh"
+            remedy = (
+                "going back to the one before it" if number < len(named) else "no other is left: starting from scratch"
+            )
             skipped.append(f"passed over a checkpoint: {error}; {remedy}")
     return None, skipped
 
@@ -103,19 +105,19 @@ def remove_all(folder: Path) -> None:
 
 
 def _named(folder: Path) -> list[Path]:
-    """Folders with the name of a checkpoint, the latest step first."""
+    """Folders named like checkpoints, latest step first."""
     return sorted((path for path in folder.glob("step-*") if _step_of(path) >= 0), key=_step_of, reverse=True)
 
 
 def _step_of(path: Path) -> int:
-    """The step in its name; -1 if that is not a checkpoint's name, such as step-00000020.bak."""
+    """The step in the name; -1 if it is not a checkpoint's name, such as step-00000020.bak."""
     digits = path.name.removeprefix("step-")
     is_ours = re.fullmatch("[0-9]{8,12}", digits) and path.name == f"step-{int(digits):08d}"
     return int(digits) if is_ours else -1
 
 
 def _clear(path: Path) -> None:
-    """Remove a checkpoint; anything else, or one with foreign files, is renamed. The caller handles OSErrors."""
+    """Remove a checkpoint; anything else, or one with other files in it, is renamed. The caller handles OSErrors."""
     remove(path, [*CHECKPOINT_FILES, MANIFEST])
     if os.path.lexists(path):
         put_aside(path)
@@ -128,7 +130,7 @@ def _read(path: Path) -> Checkpoint:
     if bad := next((name for name, array in tensors.items() if not np.isfinite(array).all()), None):
         raise UserError(f"{state} is damaged: its {bad} is not finite")
     if step != _step_of(path) or not np.array_equal(tensors.pop("step", step), step):
-        raise UserError(f"{path} holds another step than its name says")
+        raise UserError(f"{path} holds a different step than its name says")
     files = {name: array.tobytes() for name in (*CARRIED_FILES, METRICS, "metrics")
              if (array := tensors.pop(f"file/{name}", None)) is not None}  # fmt: skip
     rows, noted = files.pop(METRICS, None), files.pop("metrics", None)
@@ -140,7 +142,7 @@ def _noted(path: Path, content: bytes) -> Facts:
     with contextlib.suppress(ValueError, RecursionError):
         facts = parse_json(content)
     if problem(facts, shapes.FACTS):
-        raise UserError(f"{path} is damaged: it does not tell what metrics.jsonl was")
+        raise UserError(f"{path} is damaged: it does not record size and SHA-256 of metrics.jsonl")
     return facts
 
 

@@ -1,10 +1,10 @@
-"""Atomic files, and checksums ("seals") that tell whether they are still as written.
+"""Atomic files, and checksums ("seals") that detect changes.
 
-All files of a run are written and removed by these functions, so that one order holds everywhere: content is synced
+All files of a run are written and removed by these functions, so the order is the same everywhere: content is synced
 before the file gets its name, and a name before anything that relies on it. A power cut loses only unsynced data.
 
-Only regular files of bounded size are read: a pipe, a device or an endless file in their place is refused at once. No
-torch: tensors come and go as numpy arrays.
+Only regular files of bounded size are read: a pipe, a device or an endless file in their place is rejected at once. No
+torch here: tensors are numpy arrays.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from tokendepth.runs.shapes import problem
 
 MANIFEST = "MANIFEST.json"
 MANIFEST_VERSION = 2
-"""Version of manifests and of what they seal; configs have their own. Since 2, files added to a finished run are sealed
-and checkpoints no longer hold metrics.jsonl. Every earlier version is read."""
+"""Version of manifests and of the files they seal; configs have their own. Since version 2, files added to a finished
+run are sealed and checkpoints no longer hold metrics.jsonl. Earlier versions can still be read."""
 LARGEST_JSON = 4 * 10**8
 """Bytes; the tokenizer of a run may take half of that."""
 PIECE = 1 << 20
-"""Bytes that are read at once."""
+"""Bytes read at a time."""
 
 Tensors = dict[str, Any]
 Facts = dict[str, Any]
@@ -42,12 +42,12 @@ Facts = dict[str, Any]
 
 
 class NewerFormat(UserError):
-    """Written by a later version of tokendepth: not damaged, so it must not be skipped."""
+    """The file is from a later version of tokendepth: it is not damaged, so it must not be skipped."""
 
 
 @contextlib.contextmanager
 def disk_faults(path: Path) -> Iterator[None]:
-    """Turn disk errors into one line for the user."""
+    """Turn disk errors into one-line errors with a remedy."""
     again = "repeat the command (a training with --resume)"
     remedies = {
         errno.ENOSPC: f"no space is left on the disk; what was saved is intact; free some and {again}",
@@ -70,7 +70,7 @@ def disk_faults(path: Path) -> Iterator[None]:
 
 
 def regular(path: str, flags: int) -> int:
-    """An opener for `open` that refuses pipes and devices, on which reading might never end."""
+    """An opener for `open` that rejects pipes and devices, from which reading might never end."""
     handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -83,7 +83,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path, most: int | None = LARGEST_JSON) -> bytes:
-    """The caller handles OSErrors, also the one for a file of more than `most` bytes."""
+    """The caller handles OSErrors, including the one for a file of more than `most` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if most is not None and size > most:
@@ -92,7 +92,7 @@ def read_bytes(path: Path, most: int | None = LARGEST_JSON) -> bytes:
 
 
 def first_bytes(path: Path, size: int) -> Iterator[bytes]:
-    """In pieces; fewer where the file has fewer."""
+    """The first `size` bytes, in pieces; fewer if the file is shorter."""
     with open_regular(path) as file:
         while size and (piece := file.read(min(size, PIECE))):
             size -= len(piece)
@@ -107,7 +107,7 @@ def read_json(path: Path, remedy: str = "restore it from a copy") -> Any:
 
 
 def _content(path: Path) -> bytes:
-    """The UserError names the problem only: the remedy depends on whose file it is."""
+    """The UserError names only the problem, since the remedy depends on what file it is."""
     try:
         return read_bytes(path)
     except FileNotFoundError:
@@ -139,7 +139,7 @@ def _finite(digits: str) -> float:
 
 
 def sync_folder(path: Path) -> None:
-    if os.name == "nt":  # Windows opens no folders, and keeps their entries itself
+    if os.name == "nt":  # Windows cannot open folders, and keeps their entries safe itself
         return
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -149,12 +149,12 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder with its parents, synced: otherwise a power cut could lose the folder and all that is in it."""
+    """Make a folder and its parents, synced: otherwise a power cut could lose the folder and everything in it."""
     if not path.is_dir():
         if not path.parent.exists():
             make_folder(path.parent)
         path.mkdir(exist_ok=True)
-        with contextlib.suppress(PermissionError):  # a parent that may be written to but not listed
+        with contextlib.suppress(PermissionError):  # the parent may be writable but not readable
             sync_folder(path.parent)
 
 
@@ -162,7 +162,7 @@ def replace_pieces(path: Path, pieces: Iterable[bytes]) -> None:
     """Replace `path` atomically: a crash or a full disk leaves the old content. The caller handles OSErrors."""
     part = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        part.unlink(missing_ok=True)  # left by an earlier process with our process id
+        part.unlink(missing_ok=True)  # left over from an earlier process with the same id
         with open(part, "xb") as file:
             file.writelines(pieces)
             file.flush()
@@ -203,14 +203,14 @@ def append(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 
 def cut(path: Path, size: int) -> None:
-    """Drop what comes after the first `size` bytes. The caller handles OSErrors."""
+    """Truncate to at most `size` bytes. The caller handles OSErrors."""
     _keep_to_ourselves(path)
     if os.lstat(path).st_size > size:
         os.truncate(path, size)
 
 
 def _keep_to_ourselves(path: Path) -> None:
-    """Replace a link, or a file with a second hard link, by a copy: the original may belong to someone else."""
+    """Replace a link, or a file with more than one hard link, by a copy: the original may belong to someone else."""
     with contextlib.suppress(FileNotFoundError):
         facts = os.lstat(path)
         if stat.S_ISLNK(facts.st_mode) or facts.st_nlink > 1:
@@ -224,7 +224,7 @@ def rename(path: Path, target: Path) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename whatever is at `path`, for its owner to find. The caller handles OSErrors."""
+    """Rename whatever is at `path`, so that its owner can find it. The caller handles OSErrors."""
     names = (path.with_name(f"{path.name}.aside{number or ''}") for number in itertools.count())
     target = next(name for name in names if not os.path.lexists(name))
     rename(path, target)
@@ -232,7 +232,7 @@ def put_aside(path: Path) -> Path:
 
 
 def remove(folder: Path, names: Iterable[str]) -> None:
-    """Remove these files of a folder, and the folder itself if nothing else is in it. What cannot be removed stays."""
+    """Remove these files from a folder, and the folder if nothing else is in it. Files that cannot be removed stay."""
     if not folder.is_symlink():
         for path in (folder / name for name in names):
             with contextlib.suppress(OSError):
@@ -242,7 +242,7 @@ def remove(folder: Path, names: Iterable[str]) -> None:
 
 
 def left_overs(folder: Path, names: str) -> list[Path]:
-    """Unfinished files of killed processes: .tmp-NAME-PROCESS, with a NAME that the pattern `names` matches."""
+    """Unfinished files of killed processes: .tmp-NAME-PROCESS, with a NAME that matches the pattern `names`."""
     return [path for path in folder.glob(".tmp-*") if re.fullmatch(rf"\.tmp-({names})-\d+", path.name)]
 
 
@@ -259,7 +259,7 @@ def remove_left_overs(folder: Path, names: str) -> None:
 
 
 def sealed(body: dict[str, Any]) -> bytes:
-    """JSON with its own checksum, so that no byte of it can change unnoticed."""
+    """JSON that includes its own checksum, so that every change is detected."""
     return json_bytes({**body, "sha256": _seal(body)})
 
 
@@ -272,10 +272,10 @@ def write_sealed(path: Path, body: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path, version: int) -> tuple[dict[str, Any], bool]:
-    """A file by `write_sealed`, unchanged and of at most this `version`; and whether it is sealed.
+    """The content of a file written by `write_sealed`, checked, of at most this `version`; and whether it is sealed.
 
-    Version 1 of eval.json and calibration.json had no seal. Every later version has one, so that a file that lost its
-    seal is not taken for an old one. The UserError names the problem only.
+    Version 1 of eval.json and calibration.json had no seal. Every later version has one, so a file that has lost its
+    seal is not taken for an old one. The UserError names only the problem.
     """
     content = _content(path)
     tree = _parsed(path, content)
@@ -308,19 +308,19 @@ def sha256(path: Path) -> str:
 
 
 def write_manifest(folder: Path, names: Iterable[str], step: int) -> None:
-    """Written last, since it guarantees that these files are on the disk. The caller handles OSErrors."""
+    """Must be written last, since it guarantees that these files are on the disk. The caller handles OSErrors."""
     files = {name: _synced_facts(folder / name) for name in names}
     replace_bytes(folder / MANIFEST, sealed({"version": MANIFEST_VERSION, "step": step, "files": files}))
 
 
 def _synced_facts(path: Path) -> Facts:
-    with open(path, "r+b" if os.name == "nt" else "rb", opener=regular) as file:  # Windows: only writable ones
+    with open(path, "r+b" if os.name == "nt" else "rb", opener=regular) as file:  # Windows syncs only writable files
         os.fsync(file.fileno())
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, if it is exactly what tokendepth wrote."""
+    """The manifest; a UserError if it is not exactly what tokendepth wrote."""
     path = folder / MANIFEST
     body, is_sealed = read_sealed(path, MANIFEST_VERSION)
     if not is_sealed or problem(body, shapes.MANIFEST):
@@ -329,7 +329,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_manifest(folder: Path, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> Manifest:
-    """The manifest, if every file of the folder is unchanged; else a UserError that names the file."""
+    """The manifest, if every file that it lists is unchanged; else a UserError that names the file."""
     manifest = read_manifest(folder)
     if not set(names) <= set(manifest.files) <= {*names, *optional}:
         raise UserError(f"{folder / MANIFEST} is damaged: it does not list what it must")
@@ -341,7 +341,7 @@ def verify_manifest(folder: Path, names: tuple[str, ...], optional: tuple[str, .
 def verify_file(path: Path, expected: Facts) -> None:
     try:
         with open_regular(path) as file:
-            # The size first: a file without end has no SHA-256.
+            # The size first, since hashing an endless file would never finish.
             same_size = os.fstat(file.fileno()).st_size == expected["bytes"]
             if same_size and hashlib.file_digest(file, "sha256").hexdigest() == expected["sha256"]:
                 return
@@ -356,14 +356,14 @@ def verify_file(path: Path, expected: Facts) -> None:
 
 
 def serialize(tensors: Tensors) -> bytes:
-    """The same tensors give the same bytes: at most one metadata entry, since the order of several is random."""
+    """Deterministic. There is only one metadata entry, because the order of several would be random."""
     from safetensors.numpy import save
 
     return save(tensors, metadata={"tokendepth": "1"})
 
 
 def deserialize(path: Path) -> Tensors:
-    """For a file that was verified."""
+    """The tensors of a file that has been verified."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

@@ -1,8 +1,8 @@
-"""One process at a time trains into a run folder.
+"""Only one process at a time can train into a run folder.
 
 The lock is an `flock`, so a killed process cannot leave it behind. It is taken twice: on the folder, which stays locked
-whatever is removed from it, and on a file in it, which names the holder and is what NFS can lock. Reading a run needs
-no lock. Where there is no `flock` (Windows, some network file systems) nothing is locked, and users must not start two.
+whatever is removed from it, and on a file in it, which names the holder and can be locked on NFS. Reading a run needs
+no lock. Without `flock` (Windows, some network file systems) nothing is locked, and users must not start two trainings.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ except ImportError:
     fcntl = None
 
 SIGNATURE = b"process "
-LONGEST = 1000  # bytes of a lock
+LONGEST = 1000  # bytes of a lock file
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 TRIES = 100
 NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO)
-"""Errors from opening a pipe, a folder or a link."""
+"""Errors from opening a pipe, a folder or a link as a file."""
 
 
 @contextlib.contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Lock `folder`, created if missing, against other trainings; a UserError names the current holder."""
+    """Lock `folder`, which is created if missing, against other trainings; a UserError names the current holder."""
     with contextlib.ExitStack() as held:
         with disk_faults(folder):
             make_folder(folder)
@@ -47,7 +47,7 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def wait_until_free(folder: Path, seconds: float) -> None:
-    """Wait until no process trains into `folder`, at most `seconds`."""
+    """Wait at most `seconds` until no process trains into `folder`."""
     until = time.monotonic() + seconds
     while (folder / LOCK).exists() and time.monotonic() < until:
         try:
@@ -58,7 +58,7 @@ def wait_until_free(folder: Path, seconds: float) -> None:
 
 
 def _lock_file(path: Path, held: contextlib.ExitStack) -> bool:
-    """False if the previous holder removed the file after we opened it and before we locked it."""
+    """Lock the file at `path`; False if its previous holder removed it between our opening and locking it."""
     with contextlib.ExitStack() as opened:
         try:
             handle = regular(str(path), os.O_RDWR | os.O_CREAT | NO_FOLLOW)
@@ -82,7 +82,7 @@ def _lock_file(path: Path, held: contextlib.ExitStack) -> bool:
 
 
 def _may_be_ours(handle: int) -> bool:
-    """Our words; or what a power cut left of them, zeros or the beginning. Not what also has another name."""
+    """Whether this is a lock file, or what a power cut left of one: zeros, or its beginning. No hard links."""
     facts, content = os.fstat(handle), os.read(handle, LONGEST).strip(b"\0")
     return facts.st_nlink <= 1 and facts.st_size <= LONGEST and content.startswith(SIGNATURE[: len(content)])
 
@@ -114,11 +114,11 @@ def _holder(path: Path) -> str:
 
 
 def _in_the_way(path: Path) -> UserError:
-    return UserError(f"{path} is not a lock of tokendepth's; it is left alone; move it away and repeat the command")
+    return UserError(f"{path} is not a lock file of tokendepth and stays as it is; move it away and repeat the command")
 
 
 def _remove(handle: int, path: Path) -> None:
-    with contextlib.suppress(OSError):  # a disk that has become read-only keeps the file, without the lock
+    with contextlib.suppress(OSError):  # on a disk that became read-only the file stays, unlocked
         if _is_at(handle, path):
             path.unlink()
 

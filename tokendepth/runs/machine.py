@@ -1,4 +1,4 @@
-"""Which device to use, and the facts about this machine that a result has to carry."""
+"""Which device to use, and the facts about this machine that are recorded with every result."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ from tokendepth.errors import UserError
 
 
 def choose_device(request: str, option: str = "--device") -> torch.device:
-    """`auto`, `cpu` or `cuda`, as `option` requests. A missing GPU is an error, never a silent fallback."""
+    """The device for `request`: auto, cpu or cuda. If cuda is missing, that is an error, never a silent fallback."""
     if request == "auto":
         request = "cuda" if torch.cuda.is_available() else "cpu"
     if request == "cuda":
@@ -41,14 +41,14 @@ def memory_bytes(device: torch.device) -> float:
 
 
 _keeping: set[object] = set()
-"""Who wants freed memory to be kept now."""
+"""Who currently wants freed memory kept."""
 
 
 def keep_freed_memory() -> None:
     """Keep freed memory in this process, for its next allocation.
 
-    glibc returns large blocks to the system, which clears their pages anew when they are next touched: a fifth of a
-    forward pass at the paper's shape. With another C library nothing is done.
+    glibc returns large blocks to the system, which zeroes their pages again when they are next touched. That takes a
+    fifth of a forward pass at the TSA paper's shape. With other C libraries this does nothing.
     """
     _keeping.add("as long as the process lives")
     _tell_glibc()
@@ -56,7 +56,7 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def freed_memory_kept(device: torch.device) -> Iterator[None]:
-    """The same within, for work on a CPU; what is free then is returned, unless somebody else wants it kept."""
+    """The same inside a block, on a CPU; free memory is returned at its end, unless someone else wants it kept."""
     if device.type != "cpu":
         yield
         return
@@ -73,8 +73,8 @@ def _tell_glibc() -> None:
     if platform.libc_ver()[0] != "glibc":
         return
     libc, trim_threshold, mmap_max = ctypes.CDLL(None), -1, -4
-    libc.mallopt(trim_threshold, -1 if _keeping else 128 * 1024)  # how much at the end of the heap is not returned
-    libc.mallopt(mmap_max, 0 if _keeping else 65_536)  # how many blocks may lie outside the heap
+    libc.mallopt(trim_threshold, -1 if _keeping else 128 * 1024)  # bytes at the end of the heap that are not returned
+    libc.mallopt(mmap_max, 0 if _keeping else 65_536)  # number of blocks allowed outside the heap
     if not _keeping:
         libc.malloc_trim(0)
 
@@ -86,7 +86,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What is needed to repeat a number; nothing that identifies a person or a machine."""
+    """What is needed to reproduce a result; nothing that identifies a person or a machine."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
     return {
         "tokendepth": tokendepth.__version__,
@@ -99,9 +99,9 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this source tree, `+changes` if it was edited since; `unknown` outside a checkout.
+    """The commit of this source tree, with `+changes` if it was edited since; `unknown` outside a checkout.
 
-    TOKENDEPTH_COMMIT names it for a copy of the tree without its history.
+    TOKENDEPTH_COMMIT sets it for a copy of the tree without its history.
     """
     if told := os.environ.get("TOKENDEPTH_COMMIT"):
         return told

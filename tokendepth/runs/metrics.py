@@ -1,8 +1,8 @@
-"""metrics.jsonl: one JSON object a line, in order of steps.
+"""metrics.jsonl: one JSON object per line, in order of steps.
 
-It is append-only, so that a row costs the same after a million others. Training appends every row to two files, the
-run's own and a copy among the checkpoints; a checkpoint records their size and SHA-256. Resuming reads the rows once
-and rewrites none; a lost or damaged file is restored from the other.
+It is append-only, so that adding a row takes the same time after a million others. Training appends every row to two
+files, the run's own and a copy in the checkpoints folder; a checkpoint records their size and SHA-256. Resuming reads
+the rows once and rewrites none; a lost or damaged file is restored from the other.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ from tokendepth.runs.files import (
 from tokendepth.runs.shapes import is_number
 
 METRICS = "metrics.jsonl"
-LONGEST_ROW = 1 << 16  # bytes; ours have some hundreds
+LONGEST_ROW = 1 << 16  # bytes; ours have a few hundred
 
 Row = dict[str, Any]
 
 
 class MetricsLog:
-    """The metrics rows of a run in training."""
+    """The metrics of a run in training."""
 
     def __init__(self, run: Path, noted: Facts | None = None, rows: bytes | None = None) -> None:
-        """`noted` is the checkpoint's `facts`; checkpoints of the first format held the `rows` themselves."""
+        """`noted` is what `facts` returned at the checkpoint; checkpoints of format 1 contain the `rows` themselves."""
         self.path, self.copy, self.rows = run / METRICS, run / "checkpoints" / METRICS, rows
         self._begin_with(rows or b"")
         if noted is not None:
@@ -64,7 +64,7 @@ class MetricsLog:
         return lines
 
     def _holds_the_rows(self, path: Path) -> bool:
-        """Whether `path` begins with the checkpoint's rows; later rows are of steps that will be repeated."""
+        """Whether `path` begins with the checkpoint's rows; rows after those are from steps that will be repeated."""
         digest, size = hashlib.sha256(), 0
         try:
             for piece in first_bytes(path, self.size):
@@ -98,7 +98,7 @@ class MetricsLog:
         self.size, self.sha256 = self.size + len(line), self.digest.hexdigest()
 
     def facts(self) -> Facts:
-        """For a checkpoint, once the rows are on the disk. The caller handles OSErrors."""
+        """Sync the rows to the disk and return what a checkpoint records. The caller handles OSErrors."""
         append(self.path, b"", sync=True)
         append(self.copy, b"", sync=True)
         return {"bytes": self.size, "sha256": self.sha256}
@@ -112,12 +112,12 @@ def row_bytes(row: Row) -> bytes:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Every complete row; a last line cut short by a crash is ignored."""
+    """All complete rows; a last line cut short by a crash is ignored."""
     return _rows(path, 0)
 
 
 def last_rows(path: Path) -> list[Row]:
-    """Some of the last rows, at least those of the last step; the rest of the file is not read."""
+    """Some of the last rows, including all of the last step; the rest of the file is not read."""
     try:
         size = os.stat(path).st_size
     except OSError:
@@ -131,7 +131,7 @@ def _rows(path: Path, start: int) -> list[Row]:
         with open_regular(path) as file:
             file.seek(max(0, start - 1))
             if start:
-                file.readline(LONGEST_ROW)  # skip the end of a row that began earlier
+                file.readline(LONGEST_ROW)  # skip the rest of a row that began earlier
             for number in itertools.count(1):
                 line = file.readline(LONGEST_ROW)
                 if not line:
@@ -160,5 +160,5 @@ def _row(line: bytes, step_before: int) -> Row:
         raise ValueError(f"step {row['step']} comes after step {step_before}")
     for name, value in row.items():
         if not is_number(value):
-            raise ValueError(f"{name} is no number")
+            raise ValueError(f"{name} is not a number")
     return row

@@ -1,4 +1,4 @@
-"""results/: small committed files of rows, each row with what is needed to believe and repeat it."""
+"""Results files: small, committed lists of rows, each with everything needed to check and reproduce it."""
 
 import json
 from pathlib import Path
@@ -19,14 +19,14 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def rows_so_far(path: Path) -> list[Row]:
-    """Those of the file at `path`; none if it is not there yet."""
+    """The rows of the file at `path`; none if it does not exist yet."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; expected a results file; name one: {path / 'results.json'}")
     return read_rows(path) if path.exists() else []
 
 
 def add_rows(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
-    """Add `rows` to the file at `path`; a row that equals an existing one in all of `identity` replaces it."""
+    """Add `rows` to the file at `path`; a row with the same values of all `identity` keys is replaced."""
 
     def key(row: Row) -> str:
         return json.dumps([_as_of_now(row, name) for name in identity], sort_keys=True)
@@ -34,13 +34,13 @@ def add_rows(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
     with disk_faults(path):
         make_folder(path.parent)
     merged = {key(row): row for row in [*rows_so_far(path), *rows]}
-    # One row per line: a changed number is a one-line difference.
+    # One row per line, so that a changed number is a one-line diff.
     text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in merged.values()) + "\n]\n"
     write_bytes(path, text.encode())
 
 
 def _as_of_now(row: Row, name: str) -> Any:
-    """A value that identifies rows; a config written by an earlier version is still the same experiment."""
+    """A value that identifies rows; configs of earlier versions are converted, as they are the same experiment."""
     value = row.get(name)
     if name != "config":
         return value

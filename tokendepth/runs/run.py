@@ -1,13 +1,13 @@
-"""Run: one training run on disk, the only place where training, evaluation, report and export meet.
+"""Run: one training run on disk, the only interface between training, evaluation, report and export.
 
     config.json  env.json  tokenizer.json  metrics.jsonl  checkpoints/
     model.safetensors  MANIFEST.json       once finished
     eval.json                              once evaluated
-    calibration.json                       once thresholds of other budgets are kept
+    calibration.json                       once thresholds for other budgets are saved
 
-The manifest holds checksums of a finished run's files; files added later carry their own. A run folder and each of its
-files may be links: reading follows links to regular files, writing replaces a link by a file. No file is ever a pickle.
-Imports no torch: tensors come and go as numpy arrays.
+The manifest holds checksums of a finished run's files; files added later contain their own. A run folder and each of
+its files may be links: reading follows links to regular files, writing replaces a link by a file. No file is a pickle.
+Does not import torch: tensors are numpy arrays.
 """
 
 import contextlib
@@ -49,16 +49,18 @@ from tokendepth.runs.metrics import METRICS, MetricsLog, Row, last_rows, read_ro
 
 LOCK = ".lock"
 EVALUATION_VERSION = 2
-"""Since version 2 it is sealed. An evaluation of version 1 is read after its types and ranges are checked."""
+"""Version of eval.json, which is sealed since version 2. In version 1, only types and ranges of values are checked."""
 SMALL_FILES = (*CARRIED_FILES, METRICS)
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
 OWN_NAMES = "|".join((*SMALL_FILES, "model.safetensors", MANIFEST, "eval.json", "calibration.json")).replace(".", r"\.")
-RESTORE = "restore it from a copy, or train the run anew in another folder"
+RESTORE = "restore it from a copy, or train the run again in another folder"
 
 
 @dataclass(frozen=True)
 class Run:
     """A run folder: config, metrics, checkpoints during training, then weights and evaluation.
+
+    Functions take a `Run` or the path of its folder.
 
     >>> run = td.Run.open("runs/tsa")
     >>> run.finished, run.config.recipe
@@ -66,10 +68,11 @@ class Run:
     """
 
     path: Path
+    """The folder."""
 
     @classmethod
     def open(cls, path: str | Path) -> "Run":
-        """Open an existing run; a UserError if there is none."""
+        """Open an existing run; UserError if there is none."""
         run = cls(Path(path))
         # os.path's tests never raise; Path's do for names that are too long and folders that may not be read.
         if os.path.isfile(run.path):
@@ -84,7 +87,7 @@ class Run:
 
     @classmethod
     def create(cls, path: str | Path, config: RunConfig, *, resume: bool) -> "Run":
-        """The run folder for `config`: a new one, or with `resume` an existing one of the same config."""
+        """The run folder for `config`: a new one or, with `resume`, an existing one with the same config."""
         run = cls(Path(path))
         with disk_faults(run.path):
             make_folder(run.path)
@@ -100,7 +103,7 @@ class Run:
         return run
 
     def check_free(self) -> None:
-        """A UserError unless a new run can begin here."""
+        """Raise UserError unless a new run can be started here."""
         stray = self._stray()
         if "config.json" in stray:
             raise UserError(f"{self.path} already holds a run; continue it with --resume, or choose another --out")
@@ -108,7 +111,7 @@ class Run:
             raise UserError(self._no_run(stray))
 
     def _stray(self) -> list[str]:
-        """What is here and not left over from a run that was killed before it had begun."""
+        """Names of files here, except those left over from a run that was killed before it began."""
         if not os.path.isdir(self.path):
             return []
         with disk_faults(self.path):
@@ -119,7 +122,7 @@ class Run:
         return f"{self.path} is not empty and not a run (it holds {min(stray)}); choose another --out"
 
     def _problem_with(self, config: RunConfig, stray: list[str]) -> str | None:
-        """Why `config` cannot be resumed in this folder, judging by its config.json; None if it can."""
+        """Why `config` cannot be resumed in this folder, judging by config.json; None if it can."""
         if not os.path.lexists(self.path / "config.json"):
             return self._no_run(stray)
         try:
@@ -129,25 +132,27 @@ class Run:
         return f"{self.path} holds another run: {difference}; choose another --out" if difference else None
 
     def _was_of(self, config: RunConfig) -> bool:
-        """Whether the newest good checkpoint is of `config`: then only config.json was damaged."""
+        """Whether the newest intact checkpoint has this `config`: then only config.json is damaged."""
         checkpoint, _ = self.load_checkpoint()
         try:
             return checkpoint is not None and from_dict(parse_json(checkpoint.files["config.json"])) == config
-        except (KeyError, ValueError, RecursionError):  # none, or not one that this version reads
+        except (KeyError, ValueError, RecursionError):  # missing, or not readable by this version
             return False
 
     @property
     def name(self) -> str:
-        return os.path.basename(os.path.realpath(self.path))  # a link that leads to itself is no error of Path's
+        """Name of the folder."""
+        return os.path.basename(os.path.realpath(self.path))  # unlike Path, no error for a link to itself
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    # -- what it is, in small files: the folder and every checkpoint have a copy
+    # -- small files that describe the run: the folder and every checkpoint have a copy
 
     @property
     def config(self) -> RunConfig:
+        """Its `RunConfig`."""
         path = self._checked("config.json")
         tree = read_json(path)
         try:
@@ -157,7 +162,7 @@ class Run:
 
     @property
     def env(self) -> dict[str, Any] | None:
-        """None in a run that has not begun."""
+        """Machine, versions and commit of the training; None if it has not begun."""
         path = self._checked("env.json")
         if not os.path.lexists(path):
             return None
@@ -168,11 +173,11 @@ class Run:
 
     @property
     def tokenizer(self) -> Any:
-        """The tree that `tokenizer_from_dict` reads."""
+        """The tree for `tokenizer_from_dict`."""
         return read_json(self._checked("tokenizer.json"))
 
     def _checked(self, name: str) -> Path:
-        """The path of a file; in a finished run it is verified first."""
+        """The path of a file, which is verified first if the run is finished."""
         if self.finished:
             with _remedy(RESTORE):
                 files = read_manifest(self.path).files
@@ -181,7 +186,7 @@ class Run:
         return self.path / name
 
     def restore(self, files: dict[str, bytes]) -> list[str]:
-        """Restore those of `files` that differ; one line for each that was lost or damaged."""
+        """Restore those of `files` that differ; returns one line for each that was lost or damaged."""
         lines = []
         for name, content in files.items():
             path = self.path / name
@@ -193,7 +198,7 @@ class Run:
         return lines
 
     def check_corpus(self, fingerprint: str) -> None:
-        """A run may be resumed and evaluated only on the text that it was trained on."""
+        """Raise UserError if this is not the corpus that the run was trained on."""
         env = self.env
         if env is None:
             return
@@ -203,21 +208,21 @@ class Run:
             corpus = self.config.data.corpus
             raise UserError(
                 f"the corpus {corpus!r} or its tokenizer is not the one {self.path} was trained on; restore it, or "
-                "train anew"
+                "train again"
             )
 
     # -- metrics
 
     def metrics(self) -> list[Row]:
-        """Every complete row, in order of steps."""
+        """All rows of metrics.jsonl, in order of steps."""
         return read_rows(self._checked(METRICS))
 
     def last_metrics(self) -> list[Row]:
-        """The last rows, some hundreds: a quick look, however long the run is."""
+        """The last few hundred rows: fast, however long the run is."""
         return last_rows(self.path / METRICS)
 
     def metrics_log(self, checkpoint: Checkpoint | None) -> MetricsLog:
-        """The log for a training that resumes from `checkpoint`, or begins."""
+        """The log for a training run that resumes from `checkpoint`, or begins."""
         return MetricsLog(self.path, checkpoint.metrics, checkpoint.rows) if checkpoint else MetricsLog(self.path)
 
     # -- checkpoints
@@ -228,11 +233,11 @@ class Run:
         checkpoints.save(self.checkpoints, step, tensors, files or {}, metrics)
 
     def load_checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that verifies, and one line for each newer one that does not."""
+        """The newest intact checkpoint, and one line for each newer, damaged one."""
         return checkpoints.load(self.checkpoints)
 
     def check_checkpoint(self, checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -> None:
-        """A valid checkpoint may still be of another run: users who move folders can mix them up."""
+        """Raise UserError if the checkpoint is from another run; users who move folders can mix them up."""
         folder, difference = self.checkpoints / f"step-{checkpoint.step:08d}", None
         there, env = (checkpoint.files.get(name, b"null") for name in ("config.json", "env.json"))
         try:
@@ -246,13 +251,14 @@ class Run:
         if not difference and checkpoint.step > config.train.steps:
             difference = f"it is of step {checkpoint.step}, and this run has {config.train.steps}"
         if difference:
-            remedy = "put the run's own checkpoint in its place, or remove it to go on without it"
+            remedy = "put the run's own checkpoint in its place, or remove it to continue without it"
             raise UserError(f"{folder} is of another run: {difference}; {remedy}")
 
     # -- the finished model
 
     @property
     def finished(self) -> bool:
+        """Whether the training has finished."""
         return os.path.lexists(self.path / MANIFEST)
 
     def finish(self, weights: Tensors) -> None:
@@ -264,7 +270,7 @@ class Run:
         checkpoints.remove_all(self.checkpoints)
 
     def verify(self) -> None:
-        """A UserError if the run is not finished, or one of its files has changed since."""
+        """UserError if the run is not finished, or if one of its files has changed since."""
         if not self.finished:
             missing = f", or {self.path / MANIFEST} was lost" if (self.path / "model.safetensors").exists() else ""
             remedy = f"continue it: tokendepth train ... --out {self.path} --resume"
@@ -276,35 +282,36 @@ class Run:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the finished run's weights."""
+        """SHA-256 of the finished run's weights."""
         self.verify()
         return read_manifest(self.path).files["model.safetensors"]["sha256"]
 
     def weights(self) -> Tensors:
-        """The finished run's weights, verified."""
+        """The weights of a finished run as numpy arrays by name; their checksum is verified."""
         self.verify()
         with _remedy(RESTORE):
             return deserialize(self.path / "model.safetensors")
 
-    # -- what is added to it
+    # -- files added to a finished run
 
     @property
     def evaluation(self) -> dict[str, Any] | None:
+        """The evaluation saved by `evaluate`; None if there is none."""
         remedy = f"measure the run again: tokendepth evaluate {self.path}"
         tree = self.read_added("eval.json", EVALUATION_VERSION, remedy)
         if tree is None:
             return None
         if problem := shapes.problem(tree, shapes.EVALUATION):
             raise UserError(f"{self.path / 'eval.json'} is damaged: {problem}; {remedy}")
-        return {"curve": [], "passage": None, **tree}  # the first versions did not write these
+        return {"curve": [], "passage": None, **tree}  # not written by the first versions
 
     def write_evaluation(self, tree: dict[str, Any]) -> None:
         write_sealed(self.path / "eval.json", tree)
 
     def read_added(self, name: str, version: int, remedy: str) -> dict[str, Any] | None:
-        """A sealed file of numbers, of at most this `version`; None if there is none.
+        """The content of a sealed file of at most this `version`; None if there is none.
 
-        Files of version 1 have no seal; a run that was finished by a version with seals has no such files.
+        Files of version 1 have no seal; a run finished by a version with seals cannot have such a file.
         """
         path = self.path / name
         if not os.path.lexists(path):
@@ -338,7 +345,7 @@ def _remedy(remedy: str) -> Iterator[None]:
 
 
 def first_difference(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str | None:
-    """What differs first in two configs, in words; None if nothing does."""
+    """The first difference of two configs, in words; None if there is none."""
     for key in {**there, **wanted}:
         a, b = there.get(key), wanted.get(key)
         if isinstance(a, dict) and isinstance(b, dict):

@@ -1,7 +1,6 @@
-"""The schema of a run's JSON files: values of a wrong type or range are rejected.
+"""The schema of a run's JSON files: values of the wrong type or range are rejected.
 
-A shape is a `Kind` of value, an `Object`, `[shape]` for a list, None for null, or a tuple of shapes of which one has to
-fit.
+A shape is a `Kind` of value, an `Object`, `[shape]` for a list, None for null, or a tuple of alternative shapes.
 """
 
 import math
@@ -13,7 +12,7 @@ from tokendepth.checks import printable
 
 Shape = Any
 ROUNDING = 1e-6
-"""How far, by rounding, a share may exceed 1 and a loss fall below 0."""
+"""Tolerance for rounding: how far a share may exceed 1, or a loss fall below 0."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,13 @@ class Kind:
 class Object:
     needed: Mapping[str, Shape] = field(default_factory=dict)
     known: Mapping[str, Shape] = field(default_factory=dict)
-    """Fields that older versions did not write."""
+    """Optional fields, which older versions did not write."""
     other: Shape = ()
     """Shape of fields with any other name."""
 
 
 def problem(value: Any, shape: Shape, name: str = "") -> str | None:
-    """What is wrong with the field `name` (empty: the whole file), as the end of a message; None if nothing is."""
+    """What is wrong with the field `name` (empty: the whole file), as the end of an error message; None if it fits."""
     match shape:
         case tuple():
             problems = [problem(value, one, name) for one in shape] or [f"its {name} is unknown"]
@@ -65,7 +64,7 @@ def _expected(value: Any, name: str, expected: str) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Finite, and within the range of a float."""
+    """Whether it is finite and within the range of a float."""
     if type(value) is int:
         return abs(value) < 2**1000
     return type(value) is float and math.isfinite(value)
@@ -113,11 +112,11 @@ EVALUATION = Object(
     },
     other=NUMBER,
 )
-"""eval.json; `other` are savings, FLOPs and the value of the method's dial."""
+"""eval.json; `other` fields are savings, FLOPs and the value of the method's dial."""
 ANY = Kind("anything", lambda value: True)
 ROW = Object(
     needed={"name": TEXT, "config": ANY, "evaluation": EVALUATION, "trained_on": (None, ENVIRONMENT)},
     known={"history": [Object(needed={"step": COUNT}, other=NUMBER)]},
     other=ANY,
 )
-"""A run in a file of results/."""
+"""One run in a results file."""

@@ -1,1 +1,1 @@
-"""A trained run behind an HTTP server that speaks the OpenAI API."""
+"""An OpenAI-compatible HTTP server for a trained run."""

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, requests on their way through the engine, and streams."""
+"""The web app: routes, handing requests to the engine, and streaming."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
         yield
         await asyncio.to_thread(service.worker.stop)
 
-    # No page of documentation, which would load scripts from elsewhere, and no CORS.
+    # No documentation pages, which would load scripts from elsewhere, and no CORS.
     app = FastAPI(title="tokendepth", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     guard = app.state.guard = Guard(service.limits.body, api_key, service.metrics.count_answer)
 
@@ -45,13 +45,13 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         if name != service.name:
-            message = f"this server has one model: {service.name!r}"
+            message = f"model not found; this server has only {service.name!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
         return json_of(_model(service))
 
     async def health(request: Request) -> Response:
         if not service.worker.alive:
-            raise Refusal(503, "the engine has stopped; start the server again")
+            raise Refusal(503, "the engine has stopped; restart the server")
         return json_of({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
@@ -72,14 +72,14 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
 
 
 async def _written(service: Service, body: bytes, request: Request, endpoint: str, shape: type[Reply]) -> Response:
-    if service.worker.full:  # before anybody tokenises it
+    if service.worker.full:  # saves tokenising the prompt
         raise busy("the queue is full")
-    asked, prepared = await asyncio.to_thread(_prepared, service, body, endpoint)  # tokenising may take its time
+    asked, prepared = await asyncio.to_thread(_prepared, service, body, endpoint)  # tokenising may be slow
     events: asyncio.Queue[Event] = asyncio.Queue()
     loop, indices = asyncio.get_running_loop(), {each: index for index, each in enumerate(prepared)}
 
     def tell(job: Job, token: Token | None, end: End | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody is waiting
             loop.call_soon_threadsafe(events.put_nowait, (indices[job.request], token, end))
 
     try:
@@ -88,7 +88,7 @@ async def _written(service: Service, body: bytes, request: Request, endpoint: st
         raise busy("the queue is full") from None
     reply = shape(service.name, asked, service.engine.tokenizer, service.sites)
     if asked.stream:
-        # The first event decides between an error and a stream.
+        # Wait for the first event: an error can still get a status code.
         first = await _until_gone(request, events.get(), service, jobs)
         _check_end(first[2])
         return _Stream(service, jobs, _streamed(reply, prepared, first, events))
@@ -111,7 +111,7 @@ async def _collected(reply: Reply, prepared: list[EngineRequest], events: asynci
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events. However it ends, whether the client went away or not, the slots are free afterwards."""
+    """Server-sent events. However the stream ends, its slots are freed, also if the client disconnects."""
 
     def __init__(self, service: Service, jobs: list[Job], chunks: AsyncIterator[bytes]) -> None:
         super().__init__(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -127,7 +127,7 @@ class _Stream(StreamingResponse):
 async def _streamed(
     reply: Reply, prepared: list[EngineRequest], event: Event, events: asyncio.Queue[Event]
 ) -> AsyncIterator[bytes]:
-    """The chunks of `event` and of those that follow."""
+    """Yield the chunks for `event` and all later events."""
     given: list[list[Token]] = [[] for _ in prepared]
     unfinished = set(range(len(prepared)))
     try:
@@ -146,7 +146,7 @@ async def _streamed(
         if reply.asked.usage:
             yield _sent(reply.last_chunk(_prompt_tokens(reply.asked, prepared), sum(map(len, given))))
         yield b"data: [DONE]\n\n"
-    except Refusal as refusal:  # too late for a status: the API tells it in the stream
+    except Refusal as refusal:  # too late for a status code, so the error goes into the stream, as in the OpenAI API
         yield _sent(refusal.body)
     except Exception as error:
         log_fault(error)
@@ -154,7 +154,7 @@ async def _streamed(
 
 
 async def _until_gone(request: Request, work: Awaitable[Any], service: Service, jobs: list[Job]) -> Any:
-    """What `work` comes to; where the client goes away first, or anything fails, the slots are free again."""
+    """Await `work`; if the client disconnects first, or anything fails, free the slots."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -175,7 +175,7 @@ async def _gone(request: Request) -> None:
 
 
 def _prompt_tokens(asked: Asked, prepared: list[EngineRequest]) -> int:
-    """Each prompt once, however many choices it has."""
+    """Counts each prompt once, regardless of `n`."""
     return sum(len(request.prompt) for request in prepared[:: asked.choices])
 
 

@@ -1,4 +1,4 @@
-"""What a client asks for, read strictly from the body of a request: every mistake is one line about one field."""
+"""Strict parsing of request bodies: every mistake gives a one-line error that names the field."""
 
 import json
 import secrets
@@ -14,7 +14,7 @@ from tokendepth.serve.errors import Refusal
 MOST_STOPS, MOST_CHOICES, MOST_PROMPTS = 4, 8, 64
 LONGEST_STOP = 1000
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Known to the API, and without a meaning here."""
+"""Fields of the OpenAI API that are accepted and have no effect."""
 NOT_HERE: dict[str, dict[str, tuple]] = {
     "completions": {"suffix": ("",), "best_of": (1,), "echo": (False,)},
     "chat/completions": {
@@ -28,7 +28,7 @@ NOT_HERE: dict[str, dict[str, tuple]] = {
         "reasoning_effort": ("none",),
     },
 }
-"""Known to the API, and refused here unless they have one of these values, or null, which ask for nothing."""
+"""Unsupported fields of the OpenAI API, and their values besides null that are accepted because they need nothing."""
 SHARED = (
     "model", "stream", "stream_options", "temperature", "top_p", "n", "stop", "seed", "presence_penalty",
     "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "top_k", "min_p", "repetition_penalty", "budget",
@@ -45,10 +45,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that is well formed; whether it fits the model is not known yet."""
+    """A well-formed request, not yet checked against the model."""
 
     prompts: tuple[str | tuple[int, ...], ...]
-    """Texts or ids to continue; none for a conversation."""
+    """Texts or token ids to continue; empty for a chat."""
     messages: tuple[Message, ...]
     sampling: Sampling
     max_tokens: int | None
@@ -56,13 +56,13 @@ class Asked:
     stop: tuple[str, ...]
     stream: bool
     usage: bool
-    """Whether a stream ends with what it used."""
+    """Whether a stream ends with a usage chunk."""
     budget: float | None
     depth: bool
 
 
 def read(body: bytes, endpoint: str, model: str) -> Asked:
-    """The request to `endpoint`, `completions` or `chat/completions`, of the server of `model`."""
+    """Parse a request to `endpoint`, `completions` or `chat/completions`, of a server for `model`."""
     fields = _fields(body, endpoint)
     _check_model(fields, model)
     number = _Numbers(fields)
@@ -70,7 +70,7 @@ def read(body: bytes, endpoint: str, model: str) -> Asked:
     stream = _flag(fields, "stream")
     options = _given(fields, "stream_options", dict, 'an object such as {"include_usage": true}') or {}
     if options and not stream:
-        raise _wrong("stream_options", options, "it only where stream is true")
+        raise _wrong("stream_options", options, "it only if stream is true")
     temperature = number("temperature", 0, 2, 1.0)
     if 0 < temperature < LOWEST_TEMPERATURE:
         raise _wrong("temperature", temperature, f"0, or a number from {LOWEST_TEMPERATURE} to 2")
@@ -107,14 +107,14 @@ def read(body: bytes, endpoint: str, model: str) -> Asked:
 
 def _fields(body: bytes, endpoint: str) -> dict[str, Any]:
     def refuse(constant: str) -> float:
-        raise ValueError(f"{constant} is no number")
+        raise ValueError(f"{constant} is not a number")
 
     try:
         fields = json.loads(body.decode(), parse_constant=refuse)
     except (ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
         raise Refusal(400, "the body is not JSON; send one JSON object in UTF-8") from None
     if not isinstance(fields, dict):
-        raise Refusal(400, f"the body is JSON, but no object: {_short(fields)}; send one JSON object")
+        raise Refusal(400, f"the body is JSON but not an object: {_short(fields)}; send one JSON object")
     known = (*SHARED, *OWN[endpoint], *IGNORED, *NOT_HERE[endpoint])
     for name in fields:
         if name not in known:
@@ -123,7 +123,7 @@ def _fields(body: bytes, endpoint: str) -> dict[str, Any]:
     for name, harmless in NOT_HERE[endpoint].items():
         value = fields.get(name)
         if value is not None and not any(type(value) is type(each) and value == each for each in harmless):
-            message = f"{name} is {_short(value)}, which this server cannot do; leave it out"
+            message = f"{name} is {_short(value)}, which this server does not support; leave it out"
             raise Refusal(400, message, param=name, code="unsupported_parameter")
     return fields
 
@@ -131,14 +131,14 @@ def _fields(body: bytes, endpoint: str) -> dict[str, Any]:
 def _check_model(fields: Mapping[str, Any], model: str) -> None:
     name = fields.get("model")
     if not isinstance(name, str):
-        raise _wrong("model", name, f"the name of the model, {model!r}")
+        raise _wrong("model", name, f"the name of this server's model, {model!r}")
     if name != model:
-        message = f"the model {_short(name)} is not served here; this server has {model!r}"
+        message = f"model {_short(name)} is not served here; this server has only {model!r}"
         raise Refusal(404, message, param="model", code="model_not_found")
 
 
 class _Numbers:
-    """Numbers among the fields; null stands for the default, as in the API."""
+    """Reads numeric fields; null means the default, as in the OpenAI API."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.fields = fields
@@ -148,7 +148,7 @@ class _Numbers:
         return default if found is None else found
 
     def real(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
-        """`above`: the lower end itself is not allowed."""
+        """`above`: exclude `low` itself."""
         value = self.fields.get(name)
         if value is None:
             return None
@@ -184,7 +184,7 @@ def _chat_logprobs(fields: Mapping[str, Any], number: _Numbers) -> int | None:
     top = number.optional("top_logprobs", 0, 20)
     if not _flag(fields, "logprobs"):
         if top:
-            raise _wrong("top_logprobs", top, "it only where logprobs is true")
+            raise _wrong("top_logprobs", top, "it only if logprobs is true")
         return None
     return top or 0
 
@@ -215,7 +215,7 @@ def _prompts(fields: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
     prompts = [each if isinstance(each, str) else _ids(each) for each in several]
     found = tuple(prompt for prompt in prompts if prompt)
     if not found or len(found) < len(prompts) or len(found) > MOST_PROMPTS:
-        expected = f"a text, a list of token ids, or a list of up to {MOST_PROMPTS} of either; none empty"
+        expected = f"a string, a list of token ids, or a list of up to {MOST_PROMPTS} of either, none of them empty"
         raise _wrong("prompt", value, expected)
     return found
 
@@ -238,7 +238,7 @@ def _message(value: object, name: str) -> Message:
     role, content = value.get("role"), value.get("content")
     if role not in ("system", "developer", "user", "assistant"):
         raise _wrong(f"{name}.role", role, "system, developer, user or assistant")
-    if isinstance(content, list):  # the API's parts; of these only text is text
+    if isinstance(content, list):  # content parts; only text parts are supported
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         strings = [part for part in parts if isinstance(part, str)]
         content = "".join(strings) if len(strings) == len(content) else None
@@ -252,7 +252,7 @@ def _wrong(name: str, value: object, expected: str) -> Refusal:
 
 
 def _short(value: object) -> str:
-    """The value on one line; of a long one its beginning says which field was meant."""
+    """The value on one line, shortened: the beginning suffices to recognise it."""
     try:
         text = "null" if value is None else repr(value)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""A conversation as one prompt, by the template that came with the model's tokenizer."""
+"""Turn chat messages into a prompt with the chat template of the model's tokenizer."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from tokendepth.serve.errors import Refusal
 
 
 def prompt_ids(tokenizer: Tokenizer, messages: tuple[Message, ...]) -> list[int]:
-    """The template spells out special tokens, also what a text begins with; so nothing is put before it."""
+    """The template itself writes special tokens such as BOS, so none are added."""
     if tokenizer.chat_template is None:
-        raise Refusal(400, "this model has no chat template; send its prompt to /v1/completions", param="messages")
+        raise Refusal(400, "this model has no chat template; use /v1/completions instead", param="messages")
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Complaint(TemplateError):
-        """What the template itself raises, such as about roles that do not alternate."""
+        """Raised by the template itself, for example if roles do not alternate."""
 
     def raise_exception(message: object) -> None:
         raise Complaint(str(message))
@@ -30,6 +30,6 @@ def prompt_ids(tokenizer: Tokenizer, messages: tuple[Message, ...]) -> list[int]
             messages=said, add_generation_prompt=True, **special
         )
     except Complaint as error:
-        message = f"the model's chat template refuses these messages: {error}"
+        message = f"the model's chat template rejects these messages: {error}"
         raise Refusal(400, one_line(message), param="messages") from None
     return tokenizer.encode_prompt(text)[len(tokenizer.begins) :]

@@ -1,7 +1,7 @@
-"""Connections with the bounds that uvicorn leaves to a proxy in front of it, since there may be none.
+"""Limits on connections that uvicorn leaves to a reverse proxy, since there may be none.
 
-A head has to come whole within the time that an idle connection gets; an answer has to be read; there are not more
-connections than files; and what is not HTTP is refused in the API's shape, too.
+The whole request head must arrive within the idle timeout; clients must read their responses; connections are limited
+by the number of open files; and input that is not HTTP gets an error in the OpenAI format.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ except ImportError:  # not on Windows
     resource = None
 
 READ_SECONDS = 30.0
-"""In which a client has to read what was sent to it: some tens of kilobytes, or the last of an answer."""
+"""Time for a client to read what fills the send buffers: tens of kilobytes, or the end of a response."""
 OTHER_FILES = 64
-"""That a server may open beside its connections."""
-NOT_HTTP = Refusal(400, "this is not HTTP/1.1; send a request of the OpenAI API")
+"""File descriptors reserved for anything but connections."""
+NOT_HTTP = Refusal(400, "this is not an HTTP/1.1 request; send one as for the OpenAI API")
 CROWDED = Refusal(503, "too many connections are open; try again later", headers={"Retry-After": "1"})
 
 
 def allow_many_files() -> None:
-    """As many as this process may ask for: every connection is one."""
+    """Raise the limit on open files as far as allowed: every connection needs one."""
     if resource is not None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -51,7 +51,7 @@ class Connection(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
-        """uvicorn stops the clock of an idle connection at the first byte; here a whole head stops it."""
+        """uvicorn stops the idle timeout at the first byte; here it runs until the whole head has arrived."""
         self.conn.receive_data(data)
         self.handle_events()
 
@@ -59,7 +59,7 @@ class Connection(H11Protocol):
         self._refuse(NOT_HTTP)
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Without h11, which may be in any state by now."""
+        """Write the response without h11, which may be in any state."""
         self._unset_keepalive_if_required()
         body = encoded(refusal.body)
         lines = [f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}", "Content-Type: application/json"]
@@ -77,7 +77,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _cut_off(self) -> None:
-        """At once, and what the kernel still keeps for the client is dropped: by a reset, not a farewell."""
+        """Close with a reset, so that the kernel drops unsent data at once instead of waiting for the client."""
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 

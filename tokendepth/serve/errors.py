@@ -1,11 +1,11 @@
-"""What a client did wrong, or what the server cannot do now, in the shape of the OpenAI API."""
+"""Errors in the format of the OpenAI API."""
 
 import json
 from typing import Any
 
 
 class Refusal(Exception):
-    """An answer other than 200: a status, one line, and which field of the request it is about."""
+    """An error response: a status, a one-line message, and the field of the request it concerns."""
 
     def __init__(
         self,
@@ -28,5 +28,5 @@ class Refusal(Exception):
 
 
 def encoded(tree: Any) -> bytes:
-    """JSON in ASCII, so that half a surrogate pair in what a client sent is no error of ours."""
+    """JSON in ASCII, so that an unpaired surrogate from a client can be encoded."""
     return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()

@@ -1,4 +1,4 @@
-"""What stands before every address: the key or the host, limits on bodies and their time, errors in one shape."""
+"""Checks in front of every endpoint: API key or host, size and time limits for bodies, uniform errors."""
 
 import asyncio
 import hmac
@@ -17,27 +17,27 @@ from tokendepth.serve.errors import Refusal, encoded
 from tokendepth.serve.worker import log_fault
 
 BODY_SECONDS = 30.0
-"""In which a client has to send the body of its request."""
+"""Time for a client to send the body of its request."""
 BODIES_AT_ONCE = 64
-"""So many bodies of the largest size may be on their way at the same time, or more that are smaller."""
+"""Bodies of the largest size that may arrive at the same time; more if they are smaller."""
 CLOSING = {"Connection": "close"}
 NOBODY = 499
-"""The status of an answer that nobody waits for any more; it is only counted."""
-STOPPING = Refusal(503, "the server was stopped before the text was complete; try again when it is back")
-FAULT = Refusal(500, "a fault of the server; its log says where")
+"""Status if the client has disconnected; only metrics see it."""
+STOPPING = Refusal(503, "the server was stopped before the response was complete; try again later")
+FAULT = Refusal(500, "internal server error; the server's log shows where")
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Guard:
     def __init__(self, largest_body: int, api_key: str | None = None, count: Callable[[str, int], None] | None = None):
-        """largest_body: in bytes. count: told the address and the status of every answer."""
+        """largest_body: in bytes. count: called with the endpoint and the status of every response."""
         self.largest_body, self.api_key, self.count = largest_body, api_key, count
         self.arriving = 0
-        """Bytes of bodies that are not whole yet; counted by the event loop alone."""
+        """Bytes of bodies that are still arriving; only the event loop changes this."""
 
     def __call__(self, handler: Handler, *, public: bool = False) -> Handler:
-        """Every answer is counted, every refusal has its shape, and no fault of ours quotes a prompt."""
+        """Wrap a handler: count every response, format every error, and never log or return a prompt."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -48,7 +48,7 @@ class Guard:
                 response = refused(refusal)
             except ClientDisconnect:
                 response = Response(status_code=NOBODY)
-            except asyncio.CancelledError:  # by a server that stops and has waited long enough
+            except asyncio.CancelledError:  # the server is stopping and the grace period is over
                 response = refused(STOPPING)
             except RoutingError:
                 raise
@@ -62,7 +62,7 @@ class Guard:
         return answer
 
     async def body(self, request: Request) -> bytes:
-        """Counted as it comes, since a chunked body says no length; and with those that come at the same time."""
+        """Count bytes as they arrive, since chunked bodies have no length, alone and together with other bodies."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise Refusal(415, f"the content type is {kind[:80]!r}; expected application/json")
@@ -80,9 +80,9 @@ class Guard:
                     if len(body) > most:
                         raise too_large
                     if self.arriving > BODIES_AT_ONCE * most:
-                        raise busy("too many bodies arrive at once", CLOSING)
+                        raise busy("too many request bodies are arriving at once", CLOSING)
         except TimeoutError:
-            message = f"the body did not come within {BODY_SECONDS:g} seconds; send it again"
+            message = f"the body did not arrive within {BODY_SECONDS:g} seconds; send it again"
             raise Refusal(408, message, headers=CLOSING) from None
         finally:
             self.arriving -= len(body)
@@ -90,12 +90,12 @@ class Guard:
 
 
 def refuse_other_addresses(app: FastAPI, addresses: str) -> None:
-    """addresses: those that there are, in words."""
+    """addresses: the existing ones, in words."""
 
     @app.exception_handler(RoutingError)
     async def no_route(request: Request, error: RoutingError) -> Response:
-        words = "expected another method" if error.status_code == 405 else "no such address"
-        message = f"{words}: this server has {addresses}"
+        words = "wrong method" if error.status_code == 405 else "no such address"
+        message = f"{words}; this server has {addresses}"
         return refused(Refusal(error.status_code, message, headers=dict(error.headers or {})))
 
 
@@ -115,7 +115,7 @@ def refused(refusal: Refusal) -> Response:
 
 def _check_key(request: Request, api_key: str) -> None:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # In constant time, and byte for byte: headers come as Latin-1, whatever they were.
+    # Constant time, on bytes: headers are decoded as Latin-1 whatever their encoding.
     right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
     if scheme.lower() != "bearer" or not right:
         message = "the API key is missing or wrong; send it as: Authorization: Bearer KEY"
@@ -123,12 +123,12 @@ def _check_key(request: Request, api_key: str) -> None:
 
 
 def _check_host(request: Request) -> None:
-    """A page of the web may give its own name this machine's address, and would then be answered as its owner is."""
+    """Reject DNS rebinding, with which a web page could use this server through its visitor's browser."""
     address, _ = request.scope["server"]
     host = request.headers.get("host", "")
     if host and _is_loopback(address) and not _is_loopback(_name_of(host)):
-        message = f"the Host is {host[:80]!r}; without a key this server answers to localhost and its address alone"
-        raise Refusal(403, one_line(f"{message}; set TOKENDEPTH_API_KEY to use other names"), param="Host")
+        message = f"the Host header is {host[:80]!r}; without an API key only localhost and loopback addresses work"
+        raise Refusal(403, one_line(f"{message}; set TOKENDEPTH_API_KEY to allow others"), param="Host")
 
 
 def _name_of(host: str) -> str:

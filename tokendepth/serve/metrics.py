@@ -1,4 +1,4 @@
-"""What the server did so far, as Prometheus reads it."""
+"""Metrics in the Prometheus text format."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ class Metrics:
             self._totals["dropped"] += 1
 
     def count_step(self, written: Sequence[Sequence[Token]]) -> None:
-        """One step of the engine and the tokens that it wrote for each request."""
+        """Count a step of the engine; written: the new tokens of each request."""
         tokens = [token for each in written for token in each]
         depth = [token.trace.totals() for token in tokens]
         with self._lock:
@@ -40,21 +40,21 @@ class Metrics:
     def text(self) -> str:
         with self._lock:
             answers, totals = sorted(self._answers.items()), self._totals.copy()
-        lines = ["# HELP tokendepth_answers_total Answers by address and status."]
+        lines = ["# HELP tokendepth_answers_total HTTP responses by endpoint and status code."]
         lines.append("# TYPE tokendepth_answers_total counter")
         lines += [f'tokendepth_answers_total{{endpoint="{e}",status="{s}"}} {n}' for (e, s), n in answers]
         for name, kind, words, value in (
-            ("slots", "gauge", "Requests that can run at once.", self.slots),
-            ("running", "gauge", "Requests that run.", self.running),
-            ("waiting", "gauge", "Requests that wait for a slot.", self.waiting),
-            ("dropped_total", "counter", "Requests whose client went away.", totals["dropped"]),
-            ("steps_total", "counter", "Steps of the engine.", totals["steps"]),
-            ("step_seconds_total", "counter", "Seconds that the steps took.", totals["step_seconds"]),
-            ("generated_tokens_total", "counter", "Tokens written.", totals["generated"]),
-            ("computed_tokens_total", "counter", "Positions computed, prompts included.", totals["computed"]),
-            ("flops_total", "counter", "FLOPs executed, routers included.", totals["flops"]),
-            ("flops_dense_total", "counter", "FLOPs of the same with nothing skipped.", totals["flops_dense"]),
-            ("start_time_seconds", "gauge", "When the server started, since 1970.", self.started),
+            ("slots", "gauge", "Maximum number of requests running at once.", self.slots),
+            ("running", "gauge", "Requests running.", self.running),
+            ("waiting", "gauge", "Requests waiting for a slot.", self.waiting),
+            ("dropped_total", "counter", "Requests cancelled because the client disconnected.", totals["dropped"]),
+            ("steps_total", "counter", "Engine steps.", totals["steps"]),
+            ("step_seconds_total", "counter", "Time spent in engine steps, in seconds.", totals["step_seconds"]),
+            ("generated_tokens_total", "counter", "Tokens generated.", totals["generated"]),
+            ("computed_tokens_total", "counter", "Positions computed, including prompts.", totals["computed"]),
+            ("flops_total", "counter", "FLOPs executed, including routers.", totals["flops"]),
+            ("flops_dense_total", "counter", "FLOPs with nothing skipped.", totals["flops_dense"]),
+            ("start_time_seconds", "gauge", "Start time of the server, in seconds since the Unix epoch.", self.started),
         ):
             lines += [
                 f"# HELP tokendepth_{name} {words}",

@@ -1,4 +1,4 @@
-"""Answers in the shape of the OpenAI API: whole ones, and the chunks of a stream."""
+"""Responses in the format of the OpenAI API: complete ones and the chunks of a stream."""
 
 import time
 import uuid
@@ -14,7 +14,7 @@ Tree = dict[str, Any]
 
 
 class Reply:
-    """What every answer to one request shares; `Completion` and `Chat` are its two shapes."""
+    """Builds the responses to one request; `Completion` and `Chat` are the two formats."""
 
     prefix, whole_object, chunk_object = "", "", ""
 
@@ -31,11 +31,11 @@ class Reply:
         return {**self._shared, "object": self.whole_object, "choices": choices, "usage": usage}
 
     def first_chunks(self, count: int) -> list[Tree]:
-        """What a stream of `count` choices begins with."""
+        """The chunks at the beginning of a stream of `count` choices."""
         return []
 
     def chunk(self, index: int, before: Sequence[Token], token: Token | None, reason: str | None) -> Tree | None:
-        """Of one token after those `before`; None: there is nothing to tell yet."""
+        """The chunk for a token that follows those in `before`; None if there is nothing to send yet."""
         wanted = token is not None and (token.text or self.asked.depth or self.asked.sampling.logprobs is not None)
         if not wanted and reason is None:
             return None
@@ -65,7 +65,7 @@ class Reply:
         return found
 
     def _spelled(self, token: int) -> str:
-        """A part of a character is spelled as the API does: bytes:\\xe2."""
+        """An incomplete character is written as in the OpenAI API: bytes:\\xe2."""
         spelling = self.tokenizer.token_bytes(token)
         try:
             return spelling.decode()
@@ -98,7 +98,7 @@ class Completion(Reply):
         }
 
     def _likeliest(self, choice: Choice) -> dict[str, float | None]:
-        """With the chosen token, whether it is one of them or not."""
+        """The most likely tokens and always the chosen one."""
         return {self._spelled(token): logprob for token, logprob in (*choice.top, (choice.token, choice.logprob))}
 
 

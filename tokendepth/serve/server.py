@@ -1,4 +1,4 @@
-"""Start the server of a run, on an address that is free, and stop it when a signal asks for that."""
+"""Start the server for a run and stop it on a signal."""
 
 import gc
 import signal
@@ -18,13 +18,13 @@ from tokendepth.serve.service import Limits, Service
 from tokendepth.trace import Execution
 
 IDLE_SECONDS = 30
-"""A connection that has not sent the whole head of its next request by then is closed."""
+"""A connection is closed if the whole head of its next request has not arrived by then."""
 SEND_BUFFER = 2**16
-"""Bytes that the kernel keeps for a client that does not read; by itself it would take megabytes for each."""
+"""Kernel send buffer per client, in bytes; by default, one that does not read could hold megabytes."""
 SWITCH_SECONDS = 0.001
-"""The engine's thread lets those that answer clients run after so long; Python's own 5 ms add up over many clients."""
+"""How soon the engine's thread yields the GIL to the event loop; Python's 5 ms add up over many clients."""
 GRACE_SECONDS = 30
-"""After SIGTERM or Ctrl-C: so long what is in flight may go on; nothing new is taken."""
+"""After SIGTERM or Ctrl-C, requests in flight may continue for this long; new ones are not accepted."""
 
 
 def serve(
@@ -41,35 +41,35 @@ def serve(
 ) -> None:
     allow_many_files()
     sys.setswitchinterval(SWITCH_SECONDS)
-    with listening(host, port) as listener:  # before the model is loaded, which takes longer
+    with listening(host, port) as listener:  # fails before the model is loaded, which takes longer
         with Progress(f"loading {run}"):
             service = Service.of(Run.open(run), device, limits, name, speculate, execution)
         gc.collect()
-        gc.freeze()  # what stays for ever: to go through it again would keep all clients waiting
+        gc.freeze()  # the model stays until the end; collections that scan it would stall all clients
         address, port = listener.getsockname()[:2]
         if not address.startswith("127.") and address != "::1" and api_key is None:
-            print("tokendepth: others can reach this address; set TOKENDEPTH_API_KEY to ask for a key", file=sys.stderr)
+            print("tokendepth: others can reach this address; set TOKENDEPTH_API_KEY to require a key", file=sys.stderr)
         shown = f"[{address}]" if ":" in address else address
-        print(f"serving {service.name} at http://{shown}:{port}/v1; Ctrl-C ends it", flush=True)
+        print(f"serving {service.name} at http://{shown}:{port}/v1; press Ctrl-C to stop", flush=True)
         run_until_stopped(create_app(service, api_key), listener)
 
 
 def run_until_stopped(app: FastAPI, listener: socket.socket) -> None:
-    """By a signal; what is in flight may go on for a while."""
+    """Serve until a signal arrives; requests in flight get `GRACE_SECONDS` to finish."""
     try:
         server(app).run(sockets=[listener])
-    except KeyboardInterrupt:  # raised again when everything has ended
+    except KeyboardInterrupt:  # uvicorn raises it again after shutting down
         sys.exit(128 + signal.SIGINT)
 
 
 def server(app: FastAPI) -> uvicorn.Server:
-    """Nothing of a request is logged; connections that are not used are closed."""
+    """A server that logs nothing about requests and closes idle connections."""
     config = uvicorn.Config(
         app,
         http=Connection,
         ws="none",
         headers=[("X-Content-Type-Options", "nosniff")],
-        log_level="critical",  # what uvicorn has to say would quote requests; faults are logged by the application
+        log_level="critical",  # uvicorn's messages quote requests; the application logs errors itself
         access_log=False,
         server_header=False,
         lifespan="on",
@@ -81,20 +81,20 @@ def server(app: FastAPI) -> uvicorn.Server:
 
 def listening(host: str, port: int) -> socket.socket:
     if not 0 <= port < 2**16:
-        raise UserError(f"--port is {port}; expected a number from 0 to 65535; 0 takes a free one")
+        raise UserError(f"--port is {port}; expected a number from 0 to 65535; 0 picks a free port")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError):
-        raise UserError(f"--host is {host!r}; expected a name or an address of this machine") from None
-    # Named, or asyncio before Python 3.12 lets answers wait for 40 ms to be sent together (Nagle's algorithm).
+        raise UserError(f"--host is {host!r}; expected a host name or address of this machine") from None
+    # Naming the protocol makes asyncio before Python 3.12 disable Nagle's algorithm, which delays responses by 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     try:
         listener.bind(address)
-        listener.listen(socket.SOMAXCONN)  # refuses too where another one listens
+        listener.listen(socket.SOMAXCONN)  # also fails if another process listens here
     except OSError as error:
         listener.close()
         cause = (error.strerror or "").lower()
-        raise UserError(f"port {port} of {host} cannot be taken ({cause}); choose another with --port") from None
+        raise UserError(f"cannot listen on port {port} of {host} ({cause}); choose another with --port") from None
     return listener

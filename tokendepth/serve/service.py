@@ -1,4 +1,4 @@
-"""One run that is served: its engine, its name, the budgets that a request may name, and the limits."""
+"""A served run: its engine, name, available budgets and limits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,23 +22,23 @@ from tokendepth.serve.worker import Worker
 from tokendepth.trace import Execution
 
 DEFAULT_TOKENS = 16
-"""Of completions, in the API."""
+"""Default `max_tokens` of completions in the OpenAI API."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes on; beyond it a request is refused."""
+    """Limits of the server; requests beyond them are rejected."""
 
     slots: int = 8
     """Requests that run at once."""
     queue: int = 16
     """Requests that wait for a slot."""
     tokens: int = 4096
-    """Tokens that one request may ask for."""
+    """Maximum tokens per request."""
     seconds: float = 120.0
-    """After which a request ends, as if it had asked for no more tokens."""
+    """Time limit per request; it then ends as if it had reached `max_tokens`."""
     body: int = 2**20
-    """Bytes of a request."""
+    """Maximum size of a request body in bytes."""
 
 
 class Service:
@@ -49,8 +49,8 @@ class Service:
         limits: Limits,
         budgets: dict[float, list[float] | None] | None = None,
     ) -> None:
-        """make: called in the worker's thread. budgets: by each that a request may name its thresholds, none for the
-        model's own.
+        """make: called in the worker's thread. budgets: available budgets and their thresholds, None for the model's
+        own.
         """
         self.name, self.limits, self.budgets = name, limits, budgets or {}
         self.metrics = Metrics(limits.slots)
@@ -68,7 +68,7 @@ class Service:
         speculate: bool | float = False,
         execution: Execution = "sparse",
     ) -> "Service":
-        """speculate: as of `td.generate`, for all requests."""
+        """speculate: as in `td.generate`, for all requests."""
 
         def make() -> Engine:
             tokenizer, model = tokenizer_of(run), load_model(run, choose_device(device))
@@ -77,17 +77,17 @@ class Service:
         return cls(make, name or _name(run.path), limits, _budgets(run))
 
     def prepared(self, asked: Asked) -> list[Request]:
-        """The requests to the engine, one for each choice of each prompt; a Refusal where they do not fit the model."""
+        """The engine requests, one per choice and prompt; raises Refusal if they do not fit the model."""
         most, texts = self.limits.slots + self.limits.queue, max(1, len(asked.prompts)) * asked.choices
         if texts > most:
             raise Refusal(
                 400,
-                f"{texts} texts are asked for at once; expected {most} at most, by --slots and --queue of the server",
+                f"the request needs {texts} completions; expected at most {most}, the server's --slots plus --queue",
                 param="n",
             )
         size = self.engine.tokenizer.vocab_size
         if outside := [token for token in asked.sampling.logit_bias if token >= size]:
-            raise Refusal(400, f"logit_bias has token {outside[0]}; expected 0 to {size - 1}", param="logit_bias")
+            raise Refusal(400, f"logit_bias has token id {outside[0]}; expected 0 to {size - 1}", param="logit_bias")
         thresholds = self._thresholds(asked.budget)
         try:
             return [
@@ -111,7 +111,7 @@ class Service:
         return [tokenizer.encode_prompt(text) if isinstance(text, str) else list(text) for text in asked.prompts]
 
     def _most(self, prompt: int, asked: Asked) -> int:
-        """Tokens that a request gets after a prompt of so many."""
+        """The token limit of a request whose prompt has `prompt` tokens."""
         context, limit, tokens = self.engine.model.config.context, self.limits.tokens, asked.max_tokens
         room = context - prompt
         if room < 1:
@@ -120,7 +120,7 @@ class Service:
         if tokens is None:
             return min(room, limit, limit if asked.messages else DEFAULT_TOKENS)
         if tokens > limit:
-            raise Refusal(400, f"max_tokens is {tokens}; expected {limit} at most on this server", param="max_tokens")
+            raise Refusal(400, f"max_tokens is {tokens}; expected at most {limit} on this server", param="max_tokens")
         if tokens > room:
             message = f"max_tokens is {tokens}, but the context of {context} has room for {room} after the prompt"
             raise Refusal(400, message, param="max_tokens", code="context_length_exceeded")
@@ -130,10 +130,10 @@ class Service:
         if budget is None:
             return None
         if not self.budgets:
-            raise Refusal(400, "budget was given, but this model has no dial to set; leave it out", param="budget")
+            raise Refusal(400, "budget was given, but this model has no budget to set; leave it out", param="budget")
         if budget not in self.budgets:
             there = ", ".join(f"{each:g}" for each in sorted(self.budgets))
-            message = f"budget is {budget:g}; expected one of {there}; more are made by tokendepth calibrate"
+            message = f"budget is {budget:g}; expected one of {there}; tokendepth calibrate adds more"
             raise Refusal(400, message, param="budget")
         return self.budgets[budget]
 
@@ -147,7 +147,7 @@ def _name(path: Path) -> str:
 
 
 def _budgets(run: Run) -> dict[float, list[float] | None]:
-    """The run's own, and those that `tokendepth calibrate` has kept thresholds for; none without such a dial."""
+    """The run's own budget and those that `tokendepth calibrate` stored; empty if the method has no such budget."""
     dial = dial_of(run.config)
     if dial is None or not dial.calibrated:
         return {}

@@ -1,8 +1,8 @@
-"""The thread that owns the engine: jobs come in over a bounded queue, tokens go out to whoever waits for them.
+"""The thread that owns the engine: takes jobs from a bounded queue and passes tokens to their listeners.
 
-It makes the engine, too, so that nobody else computes on several cores: GNU's OpenMP keeps helpers for every thread
-that ever did, and where these are more than the cores, they sleep between the hundreds of products of a step and have
-to be woken, which takes half as long as the step (SmolLM2, two cores).
+It also creates the engine, so that no other thread computes on several cores: GNU OpenMP keeps a pool of helpers for
+every thread that ever did. If the helpers outnumber the cores, they sleep between a step's hundreds of matrix products,
+and waking them takes half as long as the step itself (SmolLM2 on two cores).
 """
 
 import sys
@@ -19,9 +19,9 @@ from tokendepth.infer.engine import Engine, Request, Token
 from tokendepth.serve.metrics import Metrics
 
 End = Literal["stop", "length", "late", "failed"]
-"""`late`: its time was up before anything was written; `failed`: by a fault of ours."""
+"""`late`: timed out before its first token; `failed`: by an internal error."""
 Listener = Callable[["Job", Token | None, End | None], None]
-"""Told, from the worker's thread, of every token and of the end."""
+"""Called in the worker's thread with every token and with the end."""
 
 
 class Busy(Exception):
@@ -30,25 +30,25 @@ class Busy(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way through the engine."""
+    """A request in the engine."""
 
     request: Request
     tell: Listener
     deadline: float
     told: int = 0
-    """How many of its tokens."""
+    """How many of its tokens the listener has received."""
 
 
 class Worker:
     def __init__(self, make: Callable[[], Engine], *, queue: int, seconds: float, metrics: Metrics) -> None:
-        """Beside those that run, `queue` jobs may wait. After `seconds` a job ends, whatever it has come to."""
+        """queue: jobs that may wait in addition to those running. seconds: time limit of a job."""
         self.seconds, self.metrics = seconds, metrics
         self._changed = threading.Condition()
         self._arrived: deque[Job] = deque()
         self._dropped: deque[Job] = deque()
         self._jobs: dict[Request, Job] = {}
         self._open = 0
-        """Jobs that were accepted and have not ended."""
+        """Number of jobs accepted and not ended."""
         self._stopping = False
         self.engine: Engine
         made: Future[None] = Future()
@@ -60,7 +60,7 @@ class Worker:
     # -- from any thread
 
     def submit(self, requests: list[Request], tell: Listener) -> list[Job]:
-        """Accept all of them, or raise Busy."""
+        """Accept all requests or raise Busy."""
         deadline = time.monotonic() + self.seconds
         jobs = [Job(request, tell, deadline) for request in requests]
         with self._changed:
@@ -72,13 +72,13 @@ class Worker:
         return jobs
 
     def cancel(self, jobs: list[Job]) -> None:
-        """Nobody waits for them any more; those that have ended already are none of its business."""
+        """Cancel jobs that nobody waits for; those that have ended are ignored."""
         with self._changed:
             self._dropped.extend(jobs)
             self._changed.notify()
 
     def stop(self) -> None:
-        """Take no more jobs, drop those there are, and end the thread."""
+        """Accept no more jobs, drop the current ones, and end the thread."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -94,10 +94,10 @@ class Worker:
 
     @property
     def full(self) -> bool:
-        """Whether it would accept no job now."""
+        """Whether the next job would be rejected."""
         return self._stopping or self._open >= self._room
 
-    # -- its own thread
+    # -- in the worker's thread
 
     def _run(self, make: Callable[[], Engine], made: Future[None]) -> None:
         try:
@@ -114,7 +114,7 @@ class Worker:
             self.metrics.running, self.metrics.waiting = len(self.engine.running), self.engine.waiting
 
     def _wait(self) -> bool:
-        """Until there is something to do; False: the end."""
+        """Wait for something to do; False when stopping."""
         with self._changed:
             while not self._stopping and not self._arrived and not self._dropped and self.engine.idle:
                 self._changed.wait()
@@ -170,7 +170,7 @@ class Worker:
 
 
 def log_fault(error: BaseException) -> None:
-    """Where it happened, without what it says: that may quote a prompt."""
+    """Log where it happened but not its message, which may quote a prompt."""
     frames = traceback.extract_tb(error.__traceback__)
     where = " < ".join(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reversed(frames[-4:]))
     print(f"tokendepth: {type(error).__name__} at {where}", file=sys.stderr, flush=True)

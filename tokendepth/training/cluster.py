@@ -1,7 +1,7 @@
-"""A pool on a Ray cluster: each run is a Ray task that starts the same process as the local pool, on some node.
+"""A pool on a Ray cluster: each run is a Ray task that starts the same worker process as the local pool.
 
-The run folder is the only interface: all nodes share it, and the sweep reads a run's progress there. A task whose node
-dies is started again on another node, and its run resumes from its last checkpoint.
+The run folder is the only interface: all nodes share it, and the sweep reads the progress from it. If a node dies, Ray
+starts its tasks again on another node, and their runs resume from their last checkpoints.
 """
 
 import math
@@ -24,9 +24,9 @@ from tokendepth.training.progress import console
 from tokendepth.training.ray_driver import DriverProcess, RunFailed
 
 CONNECT_S, LOST_S = 30, 20
-"""Seconds for a cluster to answer; Ray itself would try for minutes."""
+"""Timeouts in seconds, for connecting and for every later request; Ray itself would retry for minutes."""
 VISIBLE_S = 60
-"""Seconds until files written by a node are visible here: network file systems are slow."""
+"""Seconds to wait for a file written by a node to become visible here; network file systems can lag."""
 LOOK_EVERY_S = 2
 ENDED = "Ray's process has ended"
 
@@ -92,7 +92,7 @@ class RayPool(Pool):
 
     def _leave(self) -> None:
         if self.lost:
-            self.driver.process.kill()  # it waits for a head that does not answer
+            self.driver.process.kill()  # it is blocked on a head node that does not answer
         self.driver.close()
 
     def ask(self, what: str, *words: Any) -> Any:
@@ -104,18 +104,18 @@ class RayPool(Pool):
     def _give_up(self, fault: str) -> NoReturn:
         self.lost = True
         raise UserError(
-            f"{self.name} no longer answers ({fault}); every saved step is intact; repeat the command to go on"
+            f"{self.name} no longer answers ({fault}); every saved step is intact; repeat the command to continue"
         )
 
     def room(self) -> int:
-        """As many runs as fit on the current nodes."""
+        """How many runs fit on the current nodes, at most `workers`."""
         if time.monotonic() > self.looked + LOOK_EVERY_S:
             self._look()
         return int(min(self.workers, self.size))
 
     def _look(self) -> None:
         self.looked = time.monotonic()
-        if fault := _unreachable(self.address):  # before Ray is asked, which might not return
+        if fault := _unreachable(self.address):  # checked first, because a call to Ray might never return
             if time.monotonic() > self.answered + LOST_S:
                 self._give_up(fault)
             return

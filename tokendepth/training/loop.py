@@ -1,7 +1,8 @@
-"""Train one run, from nothing or from its newest good checkpoint, so that stopping leaves no trace in the result.
+"""Train one run, from scratch or from its newest intact checkpoint; interruptions do not change the result.
 
-Weights, data order and dropout are functions of (seed, step, rank). A checkpoint is therefore weights, moments and a
-step number, and a run that was killed and resumed ends bit for bit as one that was not (on the same CPU and PyTorch).
+Initial weights, data order and dropout depend only on (seed, step, rank). A checkpoint is therefore weights, optimiser
+moments and a step number, and a run that was killed and resumed ends with the same weights, bit for bit (on the same
+kind of CPU, with the same PyTorch).
 """
 
 import contextlib
@@ -38,11 +39,11 @@ from tokendepth.training.step import NotFinite, OptimiserStep, Stats, fitting, l
 from tokendepth.training.threads import keep_threads
 
 VALIDATION_TOKENS = 2**18
-"""Curves are drawn from the first tokens of the split, at most this many; `evaluate` takes all of it."""
+"""Validation during training takes at most this many tokens from the start of the split; `evaluate` takes all."""
 
 
 def resolve(config: RunConfig, dataset: Dataset) -> RunConfig:
-    """`config` with what only the corpus knows filled in, checked against the corpus."""
+    """Check `config` against the corpus and fill in the size of the vocabulary."""
     found, wanted = dataset.tokenizer.vocab_size, config.model.vocab_size
     if 0 < wanted < found:
         expected = f"{config.data.corpus} has {found} tokens; expected as many or more"
@@ -59,16 +60,16 @@ def _check_batch(config: TrainConfig, world: int) -> None:
 
 
 def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: bool = True) -> Run:
-    """Train `config` into the folder `out`. `resume` goes on with what is there and starts afresh where nothing is."""
+    """Train `config` into the folder `out`. `resume` continues the run in it, or starts one if there is none."""
     device = choose_device(config.train.device, "--train.device")
     ranks = Ranks.join(device)
     with contextlib.ExitStack() as held:
-        held.enter_context(lenient_stderr())  # nobody who looks is no reason to stop
+        held.enter_context(lenient_stderr())  # a reader that goes away must not stop the training
         held.callback(torch.set_num_threads, torch.get_num_threads())
         held.callback(ranks.leave)
-        held.enter_context(freed_memory_kept(device))  # a step frees what the next one allocates
+        held.enter_context(freed_memory_kept(device))  # each step frees what the next one allocates
         show = show and ranks.rank == 0
-        # In a terminal a corpus that takes long to load has a bar of its own.
+        # In a terminal, a corpus that takes long to load has its own progress bar.
         with Progress(f"preparing {Run(Path(out)).name}", show=show and not console.is_terminal):
             training = _Training(config, Path(out), resume, show, device, ranks, held)
         held.enter_context(training.stop)  # from here on there is something to save
@@ -91,7 +92,7 @@ class _Training:
         with ranks.agreeing():
             _check_batch(config.train, ranks.world)
             summary_writer = _summary_writer() if config.train.tensorboard else None
-            if ranks.rank == 0:  # first: it fills the cache that the others then share
+            if ranks.rank == 0:  # loads first: it fills the cache that the other ranks share
                 with Progress(f"loading {config.data.corpus}", show=show and not console.is_terminal):
                     self.dataset = data.load(config.data)
         with ranks.agreeing():
@@ -102,7 +103,7 @@ class _Training:
                 check_fits(self.config, device, ranks.world)
         with ranks.agreeing():
             if ranks.rank == 0:
-                if not self.run.finished:  # one that is may lie where nothing can be written
+                if not self.run.finished:  # a finished run may be on a read-only disk
                     held.enter_context(only_one(out))
                 Run.create(out, self.config, resume=resume)
         if summary_writer and ranks.rank == 0 and not self.run.finished:
@@ -113,7 +114,7 @@ class _Training:
         if run.finished:
             run.verify()
             run.check_corpus(self.dataset.fingerprint)
-            self._say(f"{run.path} is finished already")
+            self._say(f"{run.path} is already finished")
             return run
         with Progress(f"preparing {run.name}", show=self.show):
             with self.ranks.agreeing():
@@ -121,8 +122,8 @@ class _Training:
             self.model = begun.model
             if statistic := self._depends_on_the_cut():
                 self._say(
-                    f"{method_name(self.config.method)} takes {statistic}, over each of {self._parts} parts of a batch "
-                    "on its own: another number of micro-batches or ranks gives another gradient"
+                    f"{method_name(self.config.method)} computes {statistic}, separately for each of {self._parts} "
+                    "parts of a batch: gradients depend on the number of micro-batches and ranks"
                 )
             alone = self.config.retrofit.routers_first if self.config.retrofit else 0.0
             self.optimiser_step = OptimiserStep(
@@ -163,7 +164,7 @@ class _Training:
         return self.config.train.accumulate * self.ranks.world
 
     def _depends_on_the_cut(self) -> str | None:
-        """What the method takes over each part of a batch, where there are several."""
+        """The statistic that the method computes over each part of a batch, if there are several parts."""
         return self.model.method.batch_statistic if self._parts > 1 else None
 
     def _say(self, line: str) -> None:
@@ -171,7 +172,7 @@ class _Training:
             console.print(line, markup=False, soft_wrap=True)
 
     def _restore(self) -> int:
-        """Load the newest good checkpoint, or start; return how many steps are done."""
+        """Load the newest intact checkpoint, if there is one; return how many steps are done."""
         step = 0
         with self.ranks.agreeing():
             checkpoint, skipped = self.run.load_checkpoint()
@@ -189,7 +190,7 @@ class _Training:
         if not checkpoint and self.ranks.rank == 0 and weights.exists():
             with disk_faults(weights):
                 weights.rename(kept := weights.with_name("model.unverified.safetensors"))
-            self._say(f"{weights} has lost its manifest; it is kept as {kept.name}, training starts afresh")
+            self._say(f"{weights} has lost its manifest; it is kept as {kept.name}, and training starts from scratch")
         self.files = checkpoint.files if checkpoint else self._first_files()
         self.metrics = self.run.metrics_log(checkpoint)
         if checkpoint and self.ranks.rank == 0:
@@ -204,12 +205,12 @@ class _Training:
         return step
 
     def _keep_threads(self, checkpoint: Checkpoint | None) -> None:
-        """Those that the run began with, even if it was killed before its first checkpoint."""
+        """Use as many threads as the run began with, even if it was killed before its first checkpoint."""
         env = json.loads(checkpoint.files.get("env.json", b"null")) if checkpoint else self.run.env
         begun = env.get("threads") if isinstance(env, dict) else None
         line = keep_threads(begun, self.ranks.max(torch.get_num_threads()))
         if checkpoint and begun is None:
-            line = "an older version began it and did not note its CPU threads: the result may differ in its last bits"
+            line = "an older version started it and did not record its CPU threads: its last bits may differ"
         if line:
             self._say(f"{self.run.path}: {line}")
 
@@ -230,11 +231,11 @@ class _Training:
             self._say(line)
 
     def _step(self, step: int) -> None:
-        """Take step number `step` (from 0) and write down what is due after it."""
+        """Take step number `step` (from 0); then log, validate and save if due."""
         config = self.config.train
         inputs, targets = self.next_batch or self._batch(step)
         self.optimiser_step.begin(inputs, targets, step=step)
-        self.next_batch = self._batch(step + 1)  # while a GPU is busy
+        self.next_batch = self._batch(step + 1)  # while the GPU is busy
         lr = learning_rate(step, config)
         try:
             stats = self.optimiser_step.finish(lr=lr)
@@ -265,7 +266,7 @@ class _Training:
         )
 
     def _examples(self, step: int) -> str:
-        """Those of a step's batch, by their numbers, for whoever wants to look at them."""
+        """The indices of a step's training examples, so that a user can look at them."""
         config = self.config.train
         ids = self.dataset.batch_ids(
             seed=config.seed, step=step, batch_size=config.batch_size, context=self.config.model.context
@@ -284,18 +285,18 @@ class _Training:
             self._validate(step, self.model)
 
     def _validate(self, step: int, model: LanguageModel) -> None:
-        """Note the loss of `model`; before the first step of a retrofit, that is the untouched one."""
+        """Log the loss of `model`, which at step 0 of a retrofit is the untouched model."""
         if step in self.validated or self.ranks.rank != 0:
             return
         with self.progress.pause("validating"), self.optimiser_step.uncompiled():
             calibrate(model, self.dataset, roughly=True)
             with self.optimiser_step.autocast:
                 measured = measure(model, self._validation_stream(), model)
-        if self.stop.received:  # cut short: not a number to keep; the resumed run repeats it
+        if self.stop.received:  # cut short, so the loss is of no use; the resumed run repeats it
             return
         self.validated.add(step)
         row = {"val_loss": measured.loss, "val_active_fraction": measured.depth.active_fraction}
-        if not self.config.data.synthetic:  # tokens of different tokenizers are compared by the bytes they stand for
+        if not self.config.data.synthetic:  # bits per byte can be compared across tokenizers
             bytes_per_token = self.dataset.bytes_per_token("val", measured.targets)
             row["val_bits_per_byte"] = measured.loss / math.log(2) / bytes_per_token
         self._log(step, row)
@@ -313,7 +314,7 @@ class _Training:
         return kept
 
     def _validation_stream(self) -> Iterator[Batch]:
-        """It ends early when a signal asks to stop."""
+        """Yield the validation batches; ends early when a signal asks to stop."""
         for number, batch in enumerate(self._validation_batches):
             if number and self.stop.received:
                 return
@@ -329,7 +330,7 @@ class _Training:
                 self.writer.add_scalar(name, value, step)
 
     def _stop_if_asked(self, step: int) -> None:
-        """All ranks stop at the same step, whichever got the signal."""
+        """Stop all ranks at the same step, whichever of them got the signal."""
         number = self.ranks.max(self.stop.received)
         if number:
             self._save(step)
@@ -340,8 +341,9 @@ class _Training:
             state = {**self.optimiser_step.state(), "progress": np.array([self.tokens, self.tlops])}
             if bad := next((name for name, array in state.items() if not np.isfinite(array).all()), None):
                 raise UserError(
-                    f"step {step}: {bad} is not finite, so it is not saved; what was saved before is intact: go on "
-                    "from it with --resume; if it happens again, train anew in another --out with a lower --train.lr"
+                    f"step {step}: {bad} is not finite, so it is not saved; what was saved before is intact: "
+                    "continue from it with --resume; if it happens again, train again in another --out with a lower "
+                    "--train.lr"
                 )
             with self.progress.pause("saving"):
                 self.run.save_checkpoint(step, state, self.files, self.metrics)

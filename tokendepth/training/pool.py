@@ -1,4 +1,4 @@
-"""Where the runs of a sweep are trained: each in a process of its own, on this machine (cluster.py: on many)."""
+"""Starts the runs of a sweep, each in its own process on this machine (cluster.py: on a Ray cluster)."""
 
 import json
 import os
@@ -11,11 +11,11 @@ from tokendepth.config import RunConfig
 from tokendepth.runs.files import disk_faults
 
 GPU_WORKERS = 8
-"""Keeps one GPU busy with small models: a run that trains for 11 s takes 30 more to start, compile and evaluate."""
+"""Enough to keep one GPU busy with small models: 11 s of training come with 30 s to start, compile and evaluate."""
 
 
 class Job(Protocol):
-    """A running run; on this machine a `subprocess.Popen`."""
+    """A run in progress; on this machine a `subprocess.Popen`."""
 
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
@@ -40,11 +40,11 @@ class Pool:
         pass
 
     def room(self) -> int:
-        """The most runs at a time."""
+        """Maximum number of concurrent runs."""
         raise NotImplementedError
 
     def start(self, task: dict[str, Any], log: Path) -> Job:
-        """Start the run that `task` describes. Its output goes to `log`, which exists once it runs."""
+        """Start the run described by `task`. Its output goes to `log`, which exists once the run has started."""
         raise NotImplementedError
 
 
@@ -70,20 +70,20 @@ def _default_workers(configs: dict[str, RunConfig]) -> int:
 def start_process(
     task: dict[str, Any], log: Path, environment: dict[str, str], folder: str | None = None
 ) -> subprocess.Popen:
-    """A worker on this machine, in `folder`, with `environment` beside this process's own."""
+    """Start a worker on this machine, in `folder`; `environment` is added to this process's own."""
     with disk_faults(log), log.open("w") as words:
         return subprocess.Popen(
             [sys.executable, "-m", "tokendepth.training.sweep", json.dumps(task)],
             cwd=folder,
             env={**os.environ, **package_path(), **environment},
-            stdin=subprocess.PIPE,  # never written to: it closes when the sweep ends
+            stdin=subprocess.PIPE,  # never written to; it closes when the sweep ends, and the worker notices
             stdout=words,
             stderr=words,
-            start_new_session=True,  # Ctrl-C reaches the sweep alone, which then asks its workers to stop
+            start_new_session=True,  # Ctrl-C reaches only the sweep, which then asks its workers to stop
         )
 
 
 def package_path() -> dict[str, str]:
-    """For the environment of a process that imports this package from wherever it lies."""
+    """Environment variables that let a subprocess import this package even if it is not installed."""
     package = str(Path(__file__).resolve().parents[2])
     return {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}

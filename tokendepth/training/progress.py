@@ -1,4 +1,4 @@
-"""Progress of a training: one live line in a terminal; elsewhere plain lines, and one per validation."""
+"""Training progress: one live line in a terminal; in a log plain lines, and one per validation."""
 
 import contextlib
 import time
@@ -9,7 +9,7 @@ from tokendepth.progress import Progress, console
 
 
 def loss_in_words(loss: float, bits_per_byte: float | None) -> str:
-    """Nats per token and, for a text, bits per byte, which compare between tokenizers."""
+    """Nats per token and, for text, bits per byte, which can be compared across tokenizers."""
     return f"{loss:.4f}" + (f" ({bits_per_byte:.4f} bits per byte)" if bits_per_byte is not None else "")
 
 
@@ -30,7 +30,7 @@ class TrainingProgress(Progress):
 
     @contextlib.contextmanager
     def pause(self, doing: str) -> Iterator[None]:
-        """Around anything that must not count for the tokens per second."""
+        """Show `doing`; time spent inside does not count towards tokens per second."""
         numbers = self.note
         self.update(note=doing)
         yield
@@ -46,10 +46,10 @@ class TrainingProgress(Progress):
         self.update(step, note=numbers)
 
     def validation(self, step: int, row: dict[str, float]) -> None:
-        """`row`: as metrics.jsonl has it."""
+        """`row` has the keys of a row in metrics.jsonl."""
         if self.show and not self.live:
             loss = loss_in_words(row["val_loss"], row.get("val_bits_per_byte"))
             numbers = f"validation loss {loss}, active {row['val_active_fraction']:.3f}"
-            if self.tokens_per_s:  # else no step was taken yet
+            if self.tokens_per_s:  # 0 until the first step
                 numbers += f", {self.tokens_per_s:,.0f} tokens/s"
             console.print(f"{self.title}: step {step}/{self.steps}, {numbers}", markup=False, soft_wrap=True)

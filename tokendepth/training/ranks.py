@@ -1,4 +1,4 @@
-"""The processes that train together."""
+"""The processes of one distributed training run."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ _groups = itertools.count()
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train together; one alone unless torchrun started several."""
+    """This process's rank and the number of processes, which is 1 unless torchrun started several."""
 
     rank: int = 0
     world: int = 1
@@ -30,9 +30,9 @@ class Ranks:
             return cls()
         with _peers(), Progress("waiting for the other processes of this training"):
             store, rank, world = next(iter(dist.rendezvous("env://")))
-            # Each group gets its own prefix, so that it never reads what an earlier group of this process, or ranks
-            # from before a restart by torchrun, left in the store. Where torchrun keeps no store, each start has a new
-            # one, and a launcher that replaces a dead one counts from 0.
+            # Each group gets its own prefix, so that it never reads keys left in the store by an earlier group of this
+            # process, or by ranks from before a torchrun restart. If torchrun does not keep the store, every start has
+            # a new one, and a launcher that replaces a dead one counts restarts from 0, so the count cannot be used.
             keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps_store else "0"
             store = dist.PrefixStore(f"tokendepth-{attempt}-{next(_groups)}", store)
@@ -41,12 +41,12 @@ class Ranks:
         return cls(rank, world)
 
     def leave(self) -> None:
-        """Before the interpreter exits: otherwise the group's threads are torn down while they run."""
+        """Call before the interpreter exits; otherwise the group's threads are torn down while running."""
         if self.world > 1:
             dist.destroy_process_group()
 
     def sum(self, value: Tensor) -> Tensor:
-        """In place, over all ranks."""
+        """All-reduce, in place."""
         if self.world > 1:
             with _peers():
                 dist.all_reduce(value)
@@ -59,7 +59,7 @@ class Ranks:
         return max(self._all(number))
 
     def _all(self, number: int) -> list[int]:
-        """Every rank's number."""
+        """The `number` of every rank."""
         if self.world == 1:
             return [number]
         numbers = torch.zeros(self.world, dtype=torch.long, device="cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -73,7 +73,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
-        """If any rank raises a UserError inside, all raise at its end; the first of them prints why."""
+        """If any rank raises a UserError inside, all ranks raise on exit; the lowest failing rank prints the reason."""
         refused = None
         try:
             yield
@@ -90,7 +90,7 @@ class Ranks:
 
 
 def _alone() -> bool:
-    """Whether this is the only process; a UserError if the environment is not as torchrun would set it."""
+    """Whether this is the only process. Raises UserError if the environment is not what torchrun would set."""
     world = _whole("WORLD_SIZE", "1")
     _expect(world is not None and world > 0, "WORLD_SIZE", "a whole number from 1 up")
     assert world is not None
@@ -117,7 +117,7 @@ def _expect(ok: bool, name: str, expected: str) -> None:
 
 @contextlib.contextmanager
 def _peers() -> Iterator[None]:
-    """Turn any failure of communication into one line: another rank has gone."""
+    """Turn any communication failure into a one-line error: another rank is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -128,6 +128,6 @@ def _peers() -> Iterator[None]:
                 "listens there; choose another"
             ) from error
         raise UserError(
-            "another process of this training has ended or cannot be reached; every saved step is intact; go on by "
-            "repeating the same line with --resume"
+            "another process of this training has ended or cannot be reached; every saved step is intact; "
+            "repeat the command with --resume to continue"
         ) from error

@@ -1,4 +1,4 @@
-"""The process that speaks with Ray for a sweep: Ray ends, or crashes, a process whose cluster goes away."""
+"""A process that talks to Ray on behalf of a sweep, because Ray ends or crashes a process whose cluster goes away."""
 
 import os
 import signal
@@ -17,16 +17,16 @@ from tokendepth.training.pool import package_path, start_process
 
 RETRIES = 3
 RELEASE_S = 120
-"""Seconds for a run to end on a node that was taken for dead but was only unreachable."""
+"""Seconds to wait for a run to end on a node that seemed dead but was only unreachable."""
 LEAVE_S = 10
 
 
 class RunFailed(Exception):
-    """Why Ray has no exit code of a run, in words for its log."""
+    """Ray has no exit code for a run; the message says why, for the run's log."""
 
 
 class Driver:
-    """What is asked of Ray. It runs in a process of its own."""
+    """The requests to Ray, made in a separate process."""
 
     def __init__(self) -> None:
         import ray
@@ -35,12 +35,12 @@ class Driver:
         self.results: dict[int, Any] = {}
 
     def connect(self, address: str) -> str:
-        """The address of the cluster's head."""
+        """Join the cluster; returns the address of its head node."""
         self.ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         return self.ray.get_runtime_context().gcs_address
 
     def nodes(self) -> list[dict[str, float]]:
-        """What each living node has."""
+        """The resources of each live node."""
         return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
 
     def start(self, cpus: int, gpus: int, *task: Any) -> int:
@@ -61,7 +61,7 @@ class Driver:
             raise RunFailed(f"its node could not start it ({reason}); install there what is installed here") from None
         except self.ray.exceptions.RayError as error:
             name = type(error).__name__
-            raise RunFailed(f"Ray has lost it ({name}) and gives up; repeat the command to go on") from None
+            raise RunFailed(f"Ray has lost it ({name}) and gives up; repeat the command to continue") from None
 
     def cancel(self, number: int) -> None:
         self.ray.cancel(self.results[number])
@@ -71,7 +71,7 @@ class Driver:
 
 
 class DriverProcess:
-    """A `Driver` in a process of its own, which ends with this one."""
+    """A `Driver` in a separate process, which ends with this one."""
 
     def __init__(self) -> None:
         self.pipe, theirs = Pipe()
@@ -81,14 +81,14 @@ class DriverProcess:
             env={**os.environ, **package_path(), "RAY_USAGE_STATS_ENABLED": "0"},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # Ray prints much about its nodes
+            stdout=subprocess.DEVNULL,  # Ray prints a lot about its nodes
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the sweep alone
+            start_new_session=True,  # Ctrl-C reaches only the sweep
         )
         theirs.close()
 
     def ask(self, what: str, *words: Any, seconds: float) -> Any:
-        """The answer of the driver's method `what`; TimeoutError or EOFError where none comes."""
+        """Call the driver's method `what`; raises TimeoutError or EOFError if no answer comes."""
         self.pipe.send((what, words))
         if not self.pipe.poll(seconds):
             raise TimeoutError(f"silent for {seconds} s")
@@ -107,7 +107,7 @@ class DriverProcess:
 
 
 def answer(descriptor: int) -> None:
-    """Answer until the sweep closes its end of the pipe, be it by dying."""
+    """Answer requests until the sweep closes its end of the pipe, or dies."""
     pipe, driver = Connection(descriptor), Driver()
     while True:
         try:
@@ -118,14 +118,14 @@ def answer(descriptor: int) -> None:
             found = (getattr(driver, what)(*words), None)
         except (UserError, RunFailed) as error:
             found = (None, error)
-        except Exception as error:  # Ray's own may not survive the way through the pipe
+        except Exception as error:  # Ray's own exceptions may not survive pickling
             found = (None, RuntimeError(" ".join(str(error).split())))
         pipe.send(found)
 
 
 def _execute(task: dict[str, Any], log: Path, token: Path, environment: dict[str, str], folder: str) -> int:
-    """Runs on a node: what the local pool does here."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray cancels tasks with it; a node may ignore it
+    """Run on a node what the local pool runs here."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for Ray to cancel tasks; a node may ignore it
     if not token.exists():
         raise UserError(
             f"{socket.gethostname()}, a node of the cluster, does not see {token.parent}; "

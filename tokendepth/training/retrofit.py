@@ -1,7 +1,7 @@
-"""What a run begins with: fresh weights, or those of a finished dense run, whose untouched copy may then teach it.
+"""Initial weights of a run: random ones, or those of a finished dense run, which may then also act as its teacher.
 
-A retrofitted model is the base with routers, or with fewer blocks. What is trained of it has `requires_grad`; low-rank
-changes are `LowRank` parametrisations of the blocks' matrices until `merge` makes them part of the weights.
+A retrofitted model is the base with routers, or with fewer blocks. Trained parameters have `requires_grad`; low-rank
+updates are `LowRank` parametrisations of the blocks' matrices until `merge` folds them into the weights.
 """
 
 from collections.abc import Iterable
@@ -27,23 +27,23 @@ from tokendepth.runs.run import Run
 
 BLOCKS = "method.blocks."
 FIT_AT_ONCE = 4
-"""Sequences."""
+"""Sequences per forward pass."""
 
 
 class Teacher:
-    """The untouched model: no gradient, no dropout."""
+    """The untouched model, without gradients or dropout."""
 
     def __init__(self, model: LanguageModel, weight: float) -> None:
         self.model, self.weight = model, weight
-        """Of the divergence from it; the task has the rest."""
+        """Weight of the divergence from the teacher; the task's loss has the rest."""
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> Tensor:
-        """Its logits `[batch, time, vocabulary]`."""
+        """The teacher's logits `[batch, time, vocabulary]`."""
         return self.model(ids).logits
 
     def blend(self, task: Tensor, told: Tensor, logits: Tensor, counted: Tensor, share: Tensor) -> Tensor:
-        """`task`, and the divergence from what was `told` where a token is `counted`, each by its weight."""
+        """Weighted sum of `task` and the divergence from the teacher's logits `told`, over the `counted` tokens."""
         if not self.weight:
             return task
         distance = (divergence(told, logits) * counted).sum() * share
@@ -54,12 +54,12 @@ class Teacher:
 class Start:
     model: LanguageModel
     base: LanguageModel | None = None
-    """The untouched model, where there is one."""
+    """The untouched model of a retrofit."""
     teacher: Teacher | None = None
 
 
 def start(config: RunConfig, dataset: Dataset, device: torch.device) -> Start:
-    """The model of `config` as its training begins, in training mode."""
+    """The model of `config` with its initial weights, in training mode."""
     model = build(config, dataset.tokenizer.spellings())
     if config.retrofit is None:
         return Start(model.to(device).train())
@@ -75,14 +75,14 @@ def start(config: RunConfig, dataset: Dataset, device: torch.device) -> Start:
 
 @torch.no_grad()
 def fit(model: LanguageModel, ids: Tensor) -> None:
-    """Give what is new in `model` its first weights."""
+    """Initialise the new parameters of `model` from its hidden states for `ids`."""
     entering = (model.entering(part.to(model.norm.weight.device), "hard") for part in ids.split(FIT_AT_ONCE))
     first, ctx = next(entering)
     model.method.fit(chain([first], (hidden for hidden, _ in entering)), ctx)
 
 
 def check_base(run: Run) -> None:
-    """A UserError where routers cannot be put into the model of `run`."""
+    """Raise UserError if routers cannot be added to the model of `run`."""
     run.verify()
     if (name := method_name(run.config.method)) != "dense":
         raise UserError(f"{run.path} is of method {name}; expected a dense model, into which routers are put; name one")
@@ -90,7 +90,7 @@ def check_base(run: Run) -> None:
 
 @torch.no_grad()
 def take_weights(model: LanguageModel, base: LanguageModel, dropped: Iterable[int] = ()) -> None:
-    """Give `model` the weights of the dense `base` without the `dropped` blocks; what it has beyond them stays."""
+    """Copy the weights of the dense `base`, except its `dropped` blocks, into `model`; new parameters stay as built."""
     own, dropped = model.state_dict(), set(dropped)
     kept = [n for n in range(base.config.n_layer) if n not in dropped]
     number = {str(n): str(place) for place, n in enumerate(kept)}
@@ -101,15 +101,15 @@ def take_weights(model: LanguageModel, base: LanguageModel, dropped: Iterable[in
                 continue
             name = f"{BLOCKS}{number[n]}.{rest}"
         if name not in own or own[name].shape != weight.shape:
-            raise UserError(f"the base does not fit this model at {name}; retrofit it anew in another --out")
+            raise UserError(f"the base does not fit this model at {name}; retrofit it again in another --out")
         own[name].copy_(weight)
 
 
-# --- what is trained --------------------------------------------------------------------------------------------------
+# --- trained parameters -----------------------------------------------------------------------------------------------
 
 
 class LowRank(nn.Module):
-    """W + B A: a change of W of low rank, none at first."""
+    """LoRA: W + B A, with B = 0 at first."""
 
     def __init__(self, weight: Tensor, rank: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class LowRank(nn.Module):
 
 
 def set_trained(model: LanguageModel, config: RetrofitConfig, seed: int) -> None:
-    """Freeze what is not trained."""
+    """Freeze the parameters that are not trained, and add low-rank updates if the config asks for them."""
     if config.trains == "all":
         return
     model.requires_grad_(False)
@@ -143,13 +143,13 @@ def set_trained(model: LanguageModel, config: RetrofitConfig, seed: int) -> None
 
 
 def _matrices(model: LanguageModel) -> list[nn.Linear]:
-    """Of attention and feed-forward networks."""
+    """The linear layers of attention and feed-forward networks."""
     blocks = (module for module in model.method.modules() if isinstance(module, Block))
     parts = (part for block in blocks for part in (block.attention, block.ffn))
     return [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
 
 
 def merge(model: LanguageModel) -> None:
-    """Make low-rank changes part of the weights: an ordinary model is left."""
+    """Fold low-rank updates into the weights, which leaves an ordinary model."""
     for module in [module for module in model.modules() if parametrize.is_parametrized(module, "weight")]:
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)

@@ -1,7 +1,7 @@
-"""From a finished dense run and a budget to the config of its retrofit: which blocks, for which share of the tokens.
+"""Plans a retrofit: from a finished dense run and a budget to a config with the blocks and the share of the tokens.
 
-The budget is a share of the FLOPs of the untouched model's blocks, attention rows as wide as the context. What share of
-the tokens takes the routed blocks follows from it, since the other blocks, and keys and values, are computed for all.
+The budget is a share of the untouched model's block FLOPs, with attention over the full context. It determines the
+share of tokens that take the routed blocks: the other blocks, and keys and values, are computed for every token.
 """
 
 import functools
@@ -39,9 +39,9 @@ from tokendepth.training.retrofit import check_base
 from tokendepth.training.retrofit_options import ROUTERS, TRAIN, RetrofitOptions, RouterChoice
 
 SPAN_ANNEAL, ANNEAL = 0.1, 0.5
-"""Of the training: in it the share of tokens falls from 1, of a span and of single blocks."""
+"""Share of the training during which the share of active tokens falls from 1, for a span and for single blocks."""
 SHARE = 0.25
-"""A span is as long as it takes for this share of the tokens to take it, where its length is not named."""
+"""By default a span is as long as it takes for this share of the tokens to take it."""
 
 
 def plan(
@@ -52,9 +52,9 @@ def plan(
     begun: RunConfig | None = None,
     show: bool = False,
 ) -> RunConfig:
-    """The config of the retrofit, checked; `changes` by their dotted names, as in `recipe`.
+    """The checked config of the retrofit; `changes` overrides values by their dotted names, as in `recipe`.
 
-    begun: that of the same retrofit, begun before: what was measured then is not measured again.
+    begun: the config of the same retrofit if it was started before; what was measured then is not measured again.
     """
     check_base(base)
     model = _model(base, options)
@@ -96,7 +96,7 @@ def _model(base: Run, options: RetrofitOptions) -> ModelConfig:
 
 
 def _data(base: Run, corpus: str | None) -> DataConfig:
-    """The corpus in the base's tokens."""
+    """The config of the corpus, with the base's tokenizer."""
     own = base.config.data
     if corpus is None and own.corpus == NO_CORPUS:
         raise UserError(f"{base.path} was imported without a corpus; name a text with --corpus text:PATH")
@@ -126,9 +126,9 @@ def _fitting(name: str, count: int, most: int, model: ModelConfig) -> int:
 
 
 def block_flops(config: RunConfig, share: float | None = None) -> float:
-    """FLOPs of the blocks for one token, routers included, when `share` of the tokens takes those that are routed.
+    """Block FLOPs per token, routers included, if `share` of the tokens takes the routed blocks.
 
-    None: when no router was there and every token took them all.
+    With None: without routers, and with every token taking every block.
     """
     return _flops(outline(config).method.sites(keys=config.model.context), share)
 
@@ -140,7 +140,7 @@ def _flops(sites: tuple[Site, ...], share: float | None) -> float:
 
 
 def share_for(config: RunConfig, budget: float) -> float:
-    """The share of the tokens at which `budget` of the untouched blocks' FLOPs is executed; 0 or less: none is."""
+    """The share of tokens for which `budget` of the untouched block FLOPs is executed; 0 or less: impossible."""
     if budget == 1:
         return 1.0
     sites = outline(config).method.sites(keys=config.model.context)
@@ -149,17 +149,17 @@ def share_for(config: RunConfig, budget: float) -> float:
 
 
 def executed_share(config: RunConfig, base: RunConfig) -> float:
-    """Of the untouched blocks' FLOPs, at the config's own budget."""
+    """The share of the untouched model's block FLOPs that is executed at the config's own budget."""
     share = getattr(config.method, "budget", 1.0)
     untouched = replace(base, model=replace(base.model, context=config.model.context))
     return block_flops(config, share) / block_flops(untouched)
 
 
 def span_length(config: RunConfig, budget: float) -> int:
-    """How many blocks a span has, unless that is named."""
+    """The default number of blocks in a span."""
     blocks, model = config.model.n_layer, replace(config.model, n_layer=1)
     (site,) = outline(replace(config, model=model, method=DenseConfig())).method.sites(keys=model.context)
-    # Blocks that a token has to skip on average; their keys and values are computed all the same.
+    # Blocks that a token has to skip on average; their keys and values are computed nevertheless.
     skipped = (1 - budget) * blocks * (site.always + site.active) / site.active
     return min(max(1, math.ceil(skipped / (1 - SHARE))), blocks)
 
@@ -188,7 +188,7 @@ def _per_block(share: float, router: RouterChoice, shares: str = "", draft: floa
         "straight": {"learn": "straight"},
         "dice": {"routing": "random"},
     }
-    if draft:  # every sequence passes at a budget of its own and at full budget, and the one learns from the other
+    if draft:  # each sequence runs at its own budget and at full budget, and the first pass learns from the second
         return BudgetConfig(share, dial=True, distill=draft, **learn[router])
     return BudgetConfig(share, dial=False, distill=0.0, shares=shares, anneal=ANNEAL, **learn[router])
 
@@ -227,7 +227,7 @@ def _checked_share(config: RunConfig, options: RetrofitOptions, where: str) -> f
 
 @dataclass(frozen=True)
 class _Measured:
-    """What is measured on the untouched model, where it is not known already."""
+    """Measurements on the untouched model, unless `begun` already has their results."""
 
     base: Run
     options: RetrofitOptions
@@ -241,7 +241,7 @@ class _Measured:
             begin, own = getattr(self.begun.method, "begin", 0), getattr(self.begun.method, "length", length)
             if length != own:
                 raise UserError(
-                    f"{self.options.budget:g} of the FLOPs wants a span of {length} blocks, but the run that is to be "
+                    f"{self.options.budget:g} of the FLOPs wants a span of {length} blocks, but the run to be "
                     f"resumed has one of {own}; resume it with the --budget and --length it began with"
                 )
             return range(begin, begin + length)
@@ -268,12 +268,12 @@ class _Measured:
 
 @functools.lru_cache(maxsize=1)
 def _untouched(path: Path, fingerprint: str, device: str) -> LanguageModel:
-    """Several plans of one base, made one after the other, share it."""
+    """Cached, because several plans for the same base often follow one another."""
     return load_model(Run.open(path), choose_device(device, "--train.device"))
 
 
 def in_words(config: RunConfig, base: RunConfig) -> str:
-    """Which blocks are left out or routed, for which share of the tokens, at which share of the FLOPs."""
+    """One line for the user: the dropped or routed blocks, the share of tokens, and the share of the FLOPs."""
     assert config.retrofit is not None
     told = f"{executed_share(config, base):.3f} of the block FLOPs"
     sites = outline(config).method.sites(keys=1)
@@ -289,7 +289,7 @@ def in_words(config: RunConfig, base: RunConfig) -> str:
 
 
 def begun_in(out: str | Path) -> RunConfig | None:
-    """The config of the retrofit that was begun in `out`."""
+    """The config of the retrofit that was started in `out`, if there is one."""
     if not (Path(out) / "config.json").is_file():
         return None
     config = Run.open(out).config

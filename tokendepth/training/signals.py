@@ -1,4 +1,4 @@
-"""Signals that ask a training to stop."""
+"""Signals that ask training to stop."""
 
 import contextlib
 import os
@@ -11,11 +11,11 @@ from types import FrameType
 from typing import Any
 
 CRASHES = ("SIGABRT", "SIGBUS", "SIGEMT", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
-"""Faults of the process itself: what it would save could not be trusted."""
+"""Faults in the process itself, after which its state cannot be trusted."""
 HARMLESS = (
     "SIGCHLD", "SIGCONT", "SIGINFO", "SIGKILL", "SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGURG", "SIGWINCH",
 )  # fmt: skip
-"""Signals that do not end a process, or cannot be caught. All others end it (`man 7 signal`), real-time ones too."""
+"""Signals that do not end a process or cannot be caught. All others, real-time ones too, end it (`man 7 signal`)."""
 
 
 def _numbers(*names: str) -> set[int]:
@@ -25,15 +25,15 @@ def _numbers(*names: str) -> set[int]:
 def ending_signals() -> Collection[int]:
     """Signals that would end this process and can be caught.
 
-    Without those that are ignored (SIGHUP by `nohup`, SIGPIPE and SIGXFSZ by Python) or used, as by faulthandler.
+    Excludes those that are ignored (SIGHUP by `nohup`, SIGPIPE and SIGXFSZ by Python) or handled, as by faulthandler.
     """
     ending = signal.valid_signals() - _numbers(*CRASHES, *HARMLESS) - _taken()
-    # Shells start background jobs with these two ignored; sent to the process directly, they are meant.
+    # Shells start background jobs with these two ignored; one that is sent to the process directly is intentional.
     return {n for n in ending if signal.getsignal(n) is signal.SIG_DFL} | {signal.SIGINT, signal.SIGTERM}
 
 
 def _taken() -> set[int]:
-    """Signals that are ignored or caught: Python knows only its own handlers, Linux all of them."""
+    """Signals that are ignored or caught. Python knows only its own handlers, Linux knows all."""
     masks = []
     with contextlib.suppress(OSError):
         masks = re.findall(r"^Sig(?:Ign|Cgt):\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
@@ -43,8 +43,8 @@ def _taken() -> set[int]:
 class StopSignals:
     """Turn the first signal that would end the process into a request that the loop honours between steps.
 
-    A second one from the keyboard (Ctrl-C, SIGQUIT) kills. Python runs handlers only between two of its instructions,
-    and a backward pass is one instruction: so a thread receives signals as they arrive.
+    A second one from the keyboard (Ctrl-C, SIGQUIT) kills the process. Python runs handlers only between bytecode
+    instructions, and a backward pass is a single one, so a thread receives signals as they arrive.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class StopSignals:
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             hear, self.told = os.pipe()
             os.set_blocking(self.told, False)
             threading.Thread(target=self._kill_at_the_second, args=(hear,), daemon=True).start()
@@ -65,7 +65,7 @@ class StopSignals:
             signal.signal(number, handler)
         if self.before:
             signal.set_wakeup_fd(self.told_before)
-            os.close(self.told)  # which ends the thread
+            os.close(self.told)  # ends the thread
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number

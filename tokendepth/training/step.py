@@ -1,8 +1,8 @@
 """One optimiser step: the gradient of a global batch, checked before it is applied.
 
-Losses are sums over tokens divided by the tokens of the whole batch, so that without dropout a step's result does not
-depend, but for rounding, on how its batch was cut by accumulation and ranks; unless the method takes a statistic over
-the micro-batch (`Method.batch_statistic`).
+Losses are sums over tokens, divided by the number of tokens in the whole batch. Without dropout, the result therefore
+does not depend on how the batch is split by accumulation and ranks, up to rounding. The exceptions are methods that
+compute a statistic over each micro-batch (`Method.batch_statistic`).
 """
 
 import contextlib
@@ -25,22 +25,22 @@ from tokendepth.training.retrofit import Teacher
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEPS_THAT_REPAY_COMPILING = 25_000
-"""Compiling takes half a minute and saves about a millisecond a step (docs/LOG.md)."""
+"""Compiling takes half a minute and saves about a millisecond per step (docs/LOG.md)."""
 
 
 class NotFinite(UserError):
-    """A loss, gradient or weight; nothing was updated."""
+    """A loss, gradient or weight is not finite; nothing was updated."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What one step saw, summed over its global batch."""
+    """Losses, gradient norm and work of one step, over its global batch."""
 
     task: float
     depth: float
     grad_norm: float
     work: tuple[float, ...]
-    """Tokens worked on, per site of the trace (soft: their weights)."""
+    """Number of tokens processed at each site of the trace (soft: the sum of their weights)."""
 
 
 class OptimiserStep:
@@ -69,17 +69,17 @@ class OptimiserStep:
         new = {parameter for module in model.method.additions() for parameter in module.parameters()}
         self.others = [g for p, g in zip(self.parameters.values(), self.gradients, strict=True) if p not in new]
         self.frozen_steps = math.ceil(routers_first * config.steps) if new else 0
-        """In these only the routers and what goes with them move."""
+        """First steps, which update only the method's new parameters, such as routers."""
 
     def uncompiled(self) -> contextlib.AbstractContextManager:
-        """Where the model runs as written: compiled code is for the one shape of a training batch."""
+        """Run the model eagerly inside: it was compiled only for the shape of a training batch."""
         return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     def _flatten(self) -> None:
-        """Make every weight that is trained a view of one buffer, and every gradient of another, decayed ones first.
+        """Make trained weights views of one flat buffer and their gradients views of another, decayed ones first.
 
-        Zeroing, norm, clipping, the sum over ranks and AdamW are then one call each: a small model's step is made of
-        calls, not of arithmetic.
+        Zeroing, norm, clipping, all-reduce and AdamW then take one or two calls each. In small models the overhead of
+        calls, not arithmetic, determines the time per step.
         """
         decays = {f"{name}.weight" for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
         if self.config.decay == "all":
@@ -89,7 +89,7 @@ class OptimiserStep:
         weights = torch.zeros(sum(map(_room, self.parameters.values())), device=self.device)
         for parameter, view in zip(self.parameters.values(), self._by_parameter(weights), strict=True):
             parameter.data = view.copy_(parameter.data)
-        # What a step sums up follows the gradient in the same buffer: task loss, depth loss, work per site.
+        # The sums of a step (task loss, depth loss, work per site) follow the gradient in the same buffer.
         sites = len(self.model.method.sites(keys=1))
         self.sums = torch.zeros(len(weights) + 2 + sites, device=self.device)
         self.gradient, self.stats = self.sums[: len(weights)], self.sums[len(weights) :]
@@ -97,7 +97,7 @@ class OptimiserStep:
         self.share = torch.zeros((), device=self.device)
         decayed = sum(_room(p) for name, p in self.parameters.items() if name in decays)
         groups = []
-        # The paper's appendix: no decay on biases, norms and embeddings.
+        # As in the appendix of the TSA paper, biases, norms and embeddings are not decayed by default.
         for part, decay in ((slice(None, decayed), self.config.weight_decay), (slice(decayed, None), 0.0)):
             if not len(weights[part]):
                 continue
@@ -116,9 +116,9 @@ class OptimiserStep:
         return self.finish(lr=lr)
 
     def begin(self, inputs: np.ndarray, targets: np.ndarray, *, step: int) -> None:
-        """Ask for the gradient of step number `step`. A GPU is still at work on it when this returns."""
+        """Start computing the gradient of step number `step`. On a GPU this returns before it is ready."""
         self.step = step
-        # Dropout is a function of seed, step and rank alone, so that a resumed run needs no saved random state.
+        # Dropout depends only on seed, step and rank, so a resumed run needs no saved random state.
         self.dropout_seed = int(np.random.SeedSequence([self.config.seed, step, self.ranks.rank]).generate_state(1)[0])
         torch.manual_seed(self.dropout_seed)
         self.model.method.set_progress(step / self.config.steps)
@@ -146,14 +146,14 @@ class OptimiserStep:
         return Stats(task, depth, grad_norm, tuple(work))
 
     def losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """`[task, depth, work per site...]` of one micro-batch, as its part of the whole batch."""
+        """`[task, depth, work per site...]`: what one micro-batch adds to the sums of the whole batch."""
         with self.autocast:
             told = None if self.teacher is None else self.teacher(inputs)
             out = self.model(inputs, targets=targets, teacher=told)
         task = self.cross_entropy(out.logits, targets) * self.share
         if self.teacher is not None and told is not None:
             task = self.teacher.blend(task, told, out.logits, targets != NO_LOSS, self.share)
-        # Micro-batches are of one size, so the mean over the batch is the mean of their means.
+        # Micro-batches have equal sizes, so the mean over the batch is the mean of their means.
         parts = self.config.accumulate * self.ranks.world
         depth = sum(out.losses.values(), torch.zeros_like(task)) / parts
         return torch.cat([torch.stack([task, depth]), out.trace.work.sum((1, 2))])
@@ -186,7 +186,7 @@ class OptimiserStep:
         with torch.cuda.graph(graph):
             self._add_gradient(self.held_batch)
         self.sums.copy_(before)
-        torch.manual_seed(self.dropout_seed)  # the passes above have moved it on
+        torch.manual_seed(self.dropout_seed)  # the passes above have advanced it
         return graph
 
     def _not_finite(self, step: int, loss: float, norm: float) -> str:
@@ -195,14 +195,14 @@ class OptimiserStep:
             bad = _first_not_finite("gradient", self.parameters, self.gradients)
         return (
             f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}, first not finite: {bad or 'the loss'}; stopped "
-            "before the update; what was saved is intact: go on from it with --resume; if it happens again, train "
-            "anew in another --out with a lower --train.lr or --train.clip, or check the data"
+            "before the update; what was saved is intact: continue from it with --resume; if it happens again, "
+            "train again in another --out with a lower --train.lr or --train.clip, or check the data"
         )
 
     # -- state, as plain named tensors
 
     def state(self) -> dict[str, np.ndarray]:
-        """Weights and moments by the parameters' names. AdamW's own step count is the run's."""
+        """Weights and moments by parameter name. AdamW's step count is that of the run and not part of it."""
         kinds = {"model": [p.detach() for p in self.parameters.values()]}
         for moment in MOMENTS:
             parts = [
@@ -236,12 +236,12 @@ def _first_not_finite(kind: str, names: Iterable[str], tensors: Iterable[Tensor]
 
 
 def compile_blocks(model: LanguageModel) -> None:
-    """Compile blocks one by one, in place.
+    """Compile each block by itself, in place.
 
-    They are the same code: a model of any depth is as many graphs as it has kinds of blocks, and most of them are the
-    same for every method, where one graph of the whole model takes minutes for each.
+    Blocks share their code, so a model of any depth needs one graph per kind of block, and most of these graphs are the
+    same for every method. Compiling whole models takes minutes for each method.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # each kind and shape counts
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # every kind and shape counts
     for module in model.modules():
         if isinstance(module, Block):
             module.compile(dynamic=False)
@@ -252,7 +252,7 @@ def _summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _room(parameter: Tensor) -> int:
-    """Its place in a flat buffer, up to a multiple of 256 bytes: compiled code takes weights to be aligned."""
+    """Its size in a flat buffer, padded to a multiple of 256 bytes, since compiled code expects aligned weights."""
     return -(-parameter.numel() // 64) * 64
 
 
@@ -265,7 +265,7 @@ def fitting(tensors: dict[str, np.ndarray], name: str, like: Tensor) -> Tensor:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Of step number `step` (from 0): a line up to the peak, then a cosine from it to a tenth of it."""
+    """Learning rate of step number `step` (from 0): linear warmup, then cosine decay to a tenth of the peak."""
     if step < config.warmup:
         return config.lr * (step + 1) / (config.warmup + 1)
     turned = math.pi * (step - config.warmup) / (config.steps - config.warmup)

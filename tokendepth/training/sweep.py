@@ -1,4 +1,4 @@
-"""A resumable grid of runs, several at once, each trained and evaluated in a process of its own.
+"""A resumable grid of runs, several at once, each trained and evaluated in its own process.
 
 Finished runs are not repeated, interrupted ones are resumed, and a failed one does not affect the others. The run
 folders are the only state, so the same call can be repeated until nothing is left to do.
@@ -28,7 +28,7 @@ from tokendepth.training.progress import console, loss_in_words
 from tokendepth.training.signals import StopSignals
 
 SILENCE_S = 5
-"""Seconds between lines of progress where there is no terminal."""
+"""Seconds between progress lines if there is no terminal."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
     """Name and last output of the runs that failed."""
     left: list[str] = field(default_factory=list)
-    """Runs that were not finished, or not begun, before the deadline."""
+    """Names of the runs not started or not finished before the deadline."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ def sweep(
     """Train and evaluate every config into `out/NAME`, `workers` at a time.
 
     `curve`, `tokens` and `split` are as in `evaluate`. `on` is `local`, or `ray` or `ray:HOST:PORT` for a Ray cluster.
-    At the `deadline`, a reading of `time.monotonic()`, running runs are saved and left for the next call. `each` is
+    At the `deadline`, in terms of `time.monotonic()`, runs in progress are saved and left for the next call. `each` is
     called with every run as soon as it is evaluated.
     """
     if workers is not None and workers < 1:
@@ -121,7 +121,7 @@ class _Sweep:
     def run(self) -> Outcome:
         done, todo = len(self.configs) - len(self.todo), self.todo
         if done:
-            self._say(f"{done} of {len(self.configs)} runs are finished already")
+            self._say(f"{done} of {len(self.configs)} runs are already finished")
         whole = self.bar.add_task("[bold]all runs", total=len(self.configs), completed=done, numbers="")
         with self.pool if todo else nullcontext(), self.stop, self.bar, self._no_orphans():
             while (todo or self.running) and not self._late():
@@ -147,12 +147,12 @@ class _Sweep:
 
     @contextmanager
     def _no_orphans(self) -> Iterator[None]:
-        """However the sweep ends, short of SIGKILL, its workers save their runs and end first."""
+        """However the sweep ends, except by SIGKILL, its workers first save their runs and exit."""
         try:
             yield
         finally:
             if self.running:
-                self._say(f"stopping: {len(self.running)} of the runs save what they have")
+                self._say(f"stopping: saving the {len(self.running)} runs in progress")
             for worker in self.running:
                 worker.job.terminate()
             for worker in self.running:
@@ -167,7 +167,7 @@ class _Sweep:
         return _Worker(name, self.pool.start(task, log.absolute()), log, time.perf_counter(), line)
 
     def _show(self) -> None:
-        """In a terminal a line per worker; elsewhere one line about all of them, at intervals."""
+        """In a terminal one line per worker; in a log one line for all of them, at intervals."""
         due = self.bar.disable and time.monotonic() > self.spoke + SILENCE_S
         if not self.show or (self.bar.disable and not due):
             return
@@ -182,13 +182,13 @@ class _Sweep:
         run = Run(self.out / worker.name)
         try:
             rows = run.last_metrics()
-        except UserError:  # it is being written; if it is damaged, the worker says so
+        except UserError:  # being written; if it is damaged, the worker reports it
             return
         row = next((r for r in reversed(rows) if "task_loss" in r), None)
         if row:
             numbers = f"loss {row['task_loss']:.3f}  active {row['active_fraction']:.3f}"
         else:
-            numbers = "starting" if worker.log.exists() else "waiting for room"
+            numbers = "starting" if worker.log.exists() else "waiting for a node"
         worker.progress = f"step {row['step']}, {numbers}" if row else numbers
         self.bar.update(worker.line, completed=row["step"] if row else 0, numbers=numbers)
 
@@ -215,18 +215,18 @@ class _Sweep:
 
 
 def _is_done(folder: Path, config: RunConfig, curve: bool, split: Split) -> bool:
-    """Finished, evaluated, and of this config (except the vocabulary, which comes from the corpus)."""
+    """Whether the run is finished, evaluated, and has this config (except the vocabulary, which the corpus sets)."""
     try:
         run = Run.open(folder)
         found, wanted = to_dict(run.config), to_dict(config)
         found["model"]["vocab_size"] = wanted["model"]["vocab_size"]
         return run.finished and _is_evaluated(run, curve, split) and found == wanted
-    except UserError:  # missing or unreadable: the worker says what is wrong
+    except UserError:  # missing or unreadable: the worker reports why
         return False
 
 
 def _is_evaluated(run: Run, curve: bool, split: Split) -> bool:
-    """On that split, and with a curve if one is wanted and the method has one."""
+    """Whether on `split`, and with a curve if one is requested and the method has one."""
     from tokendepth.measure.evaluate import has_curve
 
     evaluation = run.evaluation
@@ -238,7 +238,7 @@ def _is_evaluated(run: Run, curve: bool, split: Split) -> bool:
 def train_and_evaluate(
     config: RunConfig, folder: str | Path, *, curve: bool, tokens: int | None = None, split: Split = "val"
 ) -> Run:
-    """What one worker does. Without timing: the other workers would disturb it."""
+    """The job of one worker. It times nothing, since the other workers would disturb it."""
     from tokendepth.measure.evaluate import evaluate, has_curve
 
     run = train(config, folder, resume=True, show=False)
@@ -249,7 +249,7 @@ def train_and_evaluate(
 
 
 def _end_with_the_sweep() -> None:
-    """A killed sweep cannot ask its workers to stop; each notices that its stdin has closed, and stops."""
+    """A killed sweep cannot ask its workers to stop, so each of them stops when its stdin closes."""
 
     def wait() -> None:
         while os.read(0, 1):

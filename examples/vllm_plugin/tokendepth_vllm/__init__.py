@@ -1,4 +1,4 @@
-"""A plugin of vLLM: it finds `register` by the entry point in pyproject.toml, in every process that it starts."""
+"""A vLLM plugin: vLLM finds `register` by the entry point in pyproject.toml, in every process that it starts."""
 
 
 def register() -> None:

@@ -1,7 +1,7 @@
 """Llama with a router in every layer but the first: a token that halts there skips the feed-forward.
 
-Attention is computed for all tokens, because vLLM plans it once for all layers; what it adds to a halted token is
-dropped, as in `tokendepth.methods.tsa` with `skip="ffn"`.
+Attention is computed for all tokens, because vLLM plans it once for all layers. Its output for a halted token is
+discarded, as in `tokendepth.methods.tsa` with `skip="ffn"`.
 """
 
 from torch import Tensor
@@ -22,7 +22,7 @@ class RoutedLayer(LlamaDecoderLayer):
         )
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the layer before added, and the states before that; returns the same of this layer."""
+        """Takes the previous layer's update and the states before it; returns the same for this layer."""
         if self.router is None:
             return super().forward(positions, hidden_states, residual)
         states = hidden_states if residual is None else hidden_states + residual

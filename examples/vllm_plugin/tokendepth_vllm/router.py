@@ -1,10 +1,10 @@
-"""Which tokens a layer works on; it needs no vLLM."""
+"""Which tokens a layer processes; does not need vLLM."""
 
 from torch import Tensor, nn
 
 
 class Router(nn.Module):
-    """The router of Token-Selective Attention, whose weights `convert.py` has written."""
+    """The Token-Selective Attention router, with the weights written by `convert.py`."""
 
     def __init__(self, width: int, hidden: int, threshold_logit: float) -> None:
         super().__init__()

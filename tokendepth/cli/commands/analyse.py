@@ -1,4 +1,4 @@
-"""The command that shows where the depth goes."""
+"""The command that shows which tokens get the depth."""
 
 import dataclasses
 import textwrap
@@ -14,18 +14,18 @@ from tokendepth.progress import Progress
 
 @dataclass(frozen=True)
 class Analyse:
-    """Show where finished runs spend their depth over a split: by kind of token, surprisal, place; docs/ANALYSE.md."""
+    """Show which tokens get the depth in finished runs: by kind of token, surprisal, position (docs/ANALYSE.md)."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """A run folder, or several of one config with different seeds."""
+    """A run folder, or several with the same config and different seeds."""
     out: Path = Path("analysis")
     """Folder for analysis.html, analysis.md, analysis.json and figures/."""
     split: Literal["val", "test"] = "val"
-    """Which text to look at."""
+    """Which split to analyse."""
     tokens: int | None = None
-    """Take only so many tokens from the beginning of the split."""
+    """Analyse only this many tokens from the start of the split; by default all."""
     corpus: str | None = None
-    """Another text than the runs' own, as text:PATH."""
+    """A text other than the runs' own, as text:PATH."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
 

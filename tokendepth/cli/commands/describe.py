@@ -1,4 +1,4 @@
-"""How large a model is and what it costs: of a recipe, or of a run."""
+"""Size and cost of a model, from a recipe or a run."""
 
 import json
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Describe:
-    """Parameters, FLOPs per token and memory of a recipe before it is trained, or of a run: describe runs/mine."""
+    """Show parameters, FLOPs per token and memory of a recipe before training, or of a run: describe runs/mine."""
 
     recipe: Recipe
     json: bool = False
@@ -32,7 +32,7 @@ class Describe:
 
 @dataclass(frozen=True)
 class DescribeRun:
-    """Parameters, FLOPs per token and memory of a run."""
+    """Show parameters, FLOPs per token and memory of a run."""
 
     run: tyro.conf.Positional[Path]
     """Run folder."""

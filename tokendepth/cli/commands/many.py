@@ -1,4 +1,4 @@
-"""Commands about many runs, or about this machine."""
+"""Commands for many runs, or for this machine."""
 
 import json
 import sys
@@ -17,25 +17,25 @@ from tokendepth.progress import Progress
 
 @dataclass(frozen=True)
 class Sweep:
-    """Train and evaluate a grid of runs, several at once. Finished runs are not repeated: call it until all are done.
+    """Train and evaluate a grid of runs, several at a time. Finished runs are kept: repeat the command until done.
 
-    A cell of the grid is a recipe and what to vary in it: shakespeare.dense:model.n-layer=2,3,4
+    The grid consists of recipes with the values to vary, such as shakespeare.dense:model.n-layer=2,3,4
     """
 
     grid: tyro.conf.Positional[tuple[str, ...]]
-    """Recipes, each followed by its overrides: colons between overrides, commas between values."""
+    """Recipes, each followed by overrides: a colon before each override, commas between values."""
     seeds: int = 3
-    """How many seeds each, from 0; fewer than three prove nothing."""
+    """Number of seeds for each, counted from 0; use at least three."""
     workers: int | None = None
-    """Runs at a time; by default 1 on a CPU, up to 8 on a GPU (one per two cores), on a cluster as many as fit."""
+    """Runs at a time; by default 1 on a CPU, up to 8 on a GPU (one per two cores), and as many as fit on a cluster."""
     on: str = "local"
-    """Where to train: local, ray:HOST:PORT, or ray for the cluster of this machine; see docs/CLUSTER.md."""
+    """Where to train: local, ray:HOST:PORT, or ray for the cluster of this machine (docs/CLUSTER.md)."""
     curve: bool = False
-    """Also execute budget-routed runs at budgets from 0.2 to 1, and early-exit runs at several thresholds."""
+    """Also evaluate budget-routed runs at budgets from 0.2 to 1, and early-exit runs at several thresholds."""
     out: Path = Path("runs/sweep")
     """Folder for the run folders."""
     results: Path | None = None
-    """Also add the runs' figures to this results file."""
+    """Also add the results to this file."""
 
     def __call__(self) -> None:
         share_cores()
@@ -51,7 +51,7 @@ class Sweep:
                 "sweep was given no recipes; expected at least one, as in: tokendepth sweep shakespeare.tsa"
             )
         if self.results:
-            rows_so_far(self.results)  # a file that cannot be added to is refused before hours of training
+            rows_so_far(self.results)  # fails before hours of training if the file cannot be added to
         configs = {}
         for cell in self.grid:
             configs |= variants(cell, self.seeds)
@@ -73,57 +73,57 @@ OPTIONS_OF: dict[str, tuple[str, ...]] = {
     "training": (),
     "serve": ("run", "clients", "against", "server", "model"),
 }
-"""What may be said of each benchmark, beside what all of them take."""
+"""The options of each benchmark, in addition to those that all take."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Time this machine: what skipping gains in a pass, token by token, in drafts and in a server; training's cost."""
+    """Time this machine: what skipping gains in forward passes, decoding, speculation and serving; cost of training."""
 
     what: tyro.conf.Positional[Literal["forward", "decode", "speculation", "training", "serve"]]
-    """forward: passes that skip against dense ones. decode: the same token by token, with a cache. speculation: --run
-    drafting for itself against plain decoding, in bfloat16 on a GPU, in float32 on a CPU. training: steps of adaptive
-    models against dense ones. serve: a server of --run under load, skipping and dense, many requests at a time and
-    one."""
+    """forward: forward passes with skipping, compared with dense ones. decode: the same token by token, with a cache.
+    speculation: self-speculation of --run compared with plain decoding, in bfloat16 on a GPU, in float32 on a CPU.
+    training: training steps of adaptive models, compared with dense ones. serve: a server for --run under load, with
+    and without skipping, for one and for many requests at a time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
     out: Path = Path("runs/bench")
-    """Folder for the rows, such as forward.json; a row replaces one that was measured the same way."""
+    """Folder for the results, such as forward.json; a result replaces one that was measured the same way."""
     json: bool = False
-    """Print one JSON object a line instead of words."""
+    """Print one JSON object per line instead of words."""
     fractions: str | None = None
-    """forward, decode: active fractions of random decisions, separated by commas."""
+    """forward, decode: active fractions for random decisions, separated by commas."""
     batches: str | None = None
     """forward, decode: batch sizes, separated by commas."""
     shapes: str | None = None
-    """forward, decode: shapes of models, separated by commas: paper, gpt2 (d 768, 12 layers), d1024 (24 layers),
-    smollm2 (d 576, 30 layers, modern blocks)."""
+    """forward, decode: model shapes, separated by commas: paper, gpt2 (d 768, 12 layers), d1024 (24 layers),
+    smollm2 (d 576, 30 layers, Llama-style blocks)."""
     run: Path | None = None
-    """The trained run to time. forward, decode: with its own decisions on validation text, instead of random ones."""
+    """Trained run to time; forward and decode then use its own decisions on validation text, not random ones."""
     corpus: str | None = None
-    """forward --run, decode --run, speculation: another text than the run's own, as text:PATH."""
+    """forward --run, decode --run, speculation: a text other than the run's own, as text:PATH."""
     processes: int = 1
-    """forward: measure in this many processes, one after the other, and keep the rows of the median one."""
+    """forward: measure in this many processes, one after the other, and keep the results of the median one."""
     clients: str | None = None
-    """serve: how many clients at once, separated by commas; by default 1,4,16."""
+    """serve: numbers of simultaneous clients, separated by commas; by default 1,4,16."""
     against: str | None = None
-    """serve: measure the server of the OpenAI API at this address of this machine instead, http://127.0.0.1:PORT."""
+    """serve: measure another OpenAI-compatible server on this machine instead, http://127.0.0.1:PORT."""
     server: str = "another server"
-    """serve --against: what to call it in the rows."""
+    """serve --against: its name in the results."""
     model: str | None = None
-    """serve --against: the name of its model; by default the first that it lists."""
+    """serve --against: name of its model; by default the first that it lists."""
 
     def __post_init__(self) -> None:
         given = {f.name for f in fields(self) if getattr(self, f.name) != f.default}
         for name in dict.fromkeys(chain.from_iterable(OPTIONS_OF.values())):
             if name in given and name not in OPTIONS_OF[self.what]:
                 owners = " and ".join(what for what, names in OPTIONS_OF.items() if name in names)
-                raise UserError(f"--{name} is of bench {owners}, not of bench {self.what}; drop it")
+                raise UserError(f"--{name} is an option of bench {owners}, not of bench {self.what}; drop it")
         for name in ("fractions", "shapes"):
             if self.run and name in given:
-                raise UserError(f"--{name} is of random decisions, and a run has its own; drop it, or --run")
+                raise UserError(f"--{name} is for random decisions, and a run has its own; drop it, or --run")
         if "corpus" in given and not self.run:
-            raise UserError("--corpus is a text for a run; name the run with --run, or drop it")
+            raise UserError("--corpus is a text for a run; name the run with --run, or drop --corpus")
 
     def __call__(self) -> None:
         if self.what == "forward":

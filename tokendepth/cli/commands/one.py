@@ -1,4 +1,4 @@
-"""Commands about one run: train it, measure it, look at it, use it."""
+"""Commands for one run: train, evaluate, inspect and use it."""
 
 import dataclasses
 import json
@@ -43,10 +43,10 @@ def config_of(chosen: Any) -> RunConfig:
 
 @dataclass(frozen=True)
 class Demo:
-    """Train small models on your CPU, dense, budget, span and TSA, execute them, and show what was really saved."""
+    """Train four small models on your CPU (dense, budget, span, TSA), run them with skipping, and write a report."""
 
     out: Path = Path("runs/demo")
-    """Folder for the runs and the report. Finished runs are not repeated."""
+    """Folder for the runs and the report. Finished runs are kept."""
 
     def __call__(self) -> None:
         share_cores()
@@ -57,7 +57,7 @@ class Demo:
 
         check_extra()
         print(
-            "Four small models learn to write Python: about two minutes on two cores that have nothing else to do.",
+            "Training four small models on Python code: about two minutes on two idle cores.",
             file=sys.stderr,
         )
         with Progress("starting PyTorch"):
@@ -70,7 +70,7 @@ class Demo:
             except Interrupted as stop:  # a demo resumes without being asked to
                 raise SweepStopped(stop.exit_code - 128, self.out) from None
             if run.evaluation is None:
-                with Progress(f"{name}: executing it on validation text, and timing it"):
+                with Progress(f"{name}: evaluating and timing"):
                     run.write_evaluation(evaluate(run, device="cpu"))
             runs.append(run)
         with Progress("drawing the report"):
@@ -79,21 +79,21 @@ class Demo:
         for sentence in sentences(runs):
             print(f"\n{textwrap.fill(sentence, 100)}")
         print(
-            "\nSo short a training shows how it works, not which model is better, and a step of budget routing is two "
-            "passes; the README has results."
+            "\nA training as short as this shows how it works, not which model is better. (Budget routing takes two "
+            "forward passes per step.) The README has results."
         )
-        print(f"The report, with figures and a glossary: {page.resolve()}")
+        print(f"Report with figures and a glossary: {page.resolve()}")
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train a recipe. Everything in it can be overridden: --train.steps 100 --method.depth-penalty 0.05."""
+    """Train a recipe. Options override its values: --train.steps 100 --method.depth-penalty 0.05."""
 
     recipe: Recipe
     out: Path | None = None
     """Run folder; by default runs/RECIPE-SEED."""
     resume: bool = False
-    """Continue the run in --out, or start it if there is none: repeat the same line until it is done."""
+    """Continue the run in --out, or start it if there is none: repeat the same command until it is done."""
 
     def __call__(self) -> None:
         share_cores()
@@ -103,21 +103,21 @@ class Train:
         out = self.out or Path("runs") / f"{config.recipe}-{config.train.seed}"
         run = train(config, out, resume=self.resume)
         if os.environ.get("RANK", "0") == "0":
-            print(f"finished: {run.path}; measure it with: tokendepth evaluate {run.path}")
+            print(f"finished: {run.path}; evaluate it with: tokendepth evaluate {run.path}")
 
 
 @dataclass(frozen=True)
 class Import:
-    """Turn a model of Hugging Face (Llama, Mistral, Qwen2, Qwen3, SmolLM2, Gemma) into a finished run."""
+    """Turn a Hugging Face model (Llama, Mistral, Qwen2, Qwen3, SmolLM2, first-generation Gemma) into a finished run."""
 
     model: tyro.conf.Positional[Path]
     """Folder with config.json, safetensors and tokenizer.json, or a GGUF file."""
     out: tyro.conf.Positional[Path]
-    """Run folder, a new one."""
+    """New run folder."""
     corpus: str | None = None
-    """Text that the run is measured on unless another is named, as text:PATH."""
+    """Default text for evaluation, as text:PATH."""
     context: int | None = None
-    """Longest sequence; by default the longest that the model was made for."""
+    """Longest sequence; by default the model's own context."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
@@ -125,27 +125,27 @@ class Import:
         run = import_model(self.model, self.out, corpus=self.corpus, context=self.context, show=True)
         shape = run.config.model
         print(f"imported: {run.path} ({shape.n_layer} layers, width {shape.d_model}, context {shape.context})")
-        print(f"continue a text with: tokendepth generate {run.path} --prompt TEXT")
+        print(f"generate text with: tokendepth generate {run.path} --prompt TEXT")
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Measure a finished run over a whole split under soft, hard and sparse execution, with its controls."""
+    """Evaluate a finished run on a whole split under soft, hard and sparse execution, with controls."""
 
     run: tyro.conf.Positional[Path]
     """Run folder."""
     split: Literal["val", "test"] = "val"
-    """Which text to measure on; neither was used for training or for thresholds."""
+    """Which split to evaluate; neither was used for training or for thresholds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to measure."""
+    """Where to run."""
     timing: bool = True
     """Also time the forward pass against a router-free dense model."""
     budget: float | None = None
-    """Execute a budget-routed run at this budget instead of its own; the result is printed, not kept in the run."""
+    """Run at this budget instead of the run's own; the result is printed but not saved in the run."""
     curve: bool = False
-    """Also execute a budget-routed run at budgets from 0.2 to 1, an early-exit run at the paper's 13 thresholds."""
+    """Also evaluate a budget-routed run at budgets from 0.2 to 1, or an early-exit run at several thresholds."""
     corpus: str | None = None
-    """Another text than the run's own, as text:PATH; kept in the run only where it was imported without one."""
+    """A text other than the run's own, as text:PATH; saved in the run only if that was imported without a text."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -188,14 +188,14 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Calibrate:
-    """Find the thresholds at which a budget-routed run works on a given share of the tokens, and store them in it."""
+    """Find the thresholds at which a budget-routed run processes a given share of tokens, and store them in the run."""
 
     run: tyro.conf.Positional[Path]
     """Run folder."""
     budget: float
     """Share of the tokens that are active in the routed blocks, above 0 and up to 1."""
     corpus: str | None = None
-    """Another text than the run's own, as text:PATH."""
+    """A text other than the run's own, as text:PATH."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
@@ -212,21 +212,21 @@ class Calibrate:
             dataset, model = dataset_of(run, self.corpus), load_model(run, torch.device("cpu"))
         calibrate.calibrate(model, dataset, self.budget, show=True)
         calibrate.keep(model, run, self.budget)
-        print(f"{run.path} can now be executed with --budget {self.budget:g}, on this machine and others")
+        print(f"{run.path} can now be run with --budget {self.budget:g}, on this and other machines")
 
 
 @dataclass(frozen=True)
 class Report:
-    """Tables, figures and one HTML page from finished runs, without torch."""
+    """Write tables, figures and an HTML page from finished runs; needs no torch."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders."""
     out: Path = Path("report")
     """Folder for report.html, table.md, table.json and figures/."""
     title: str | None = None
-    """Heading of the page."""
+    """Title of the page."""
     results: Path | None = None
-    """Also add these runs' figures, with device, versions and commit, to this results file."""
+    """Also add the results, with device, versions and commit, to this file."""
 
     def __call__(self) -> None:
         from tokendepth.report import build, collect
@@ -234,7 +234,7 @@ class Report:
         from tokendepth.runs.run import Run
 
         if self.results:
-            rows_so_far(self.results)  # a file that cannot be added to is refused before anything is written
+            rows_so_far(self.results)  # fails before anything is written if the file cannot be added to
         runs = [Run.open(path) for path in self.runs]
         print(build(runs, self.out, title=self.title))
         if self.results:
@@ -243,36 +243,37 @@ class Report:
 
 @dataclass(frozen=True)
 class Generate:
-    """Continue a prompt with a finished run, and say what the tokens cost."""
+    """Generate text from a prompt with a finished run, and show what the tokens cost."""
 
     run: tyro.conf.Positional[Path]
     """Run folder."""
     prompt: str = ""
-    """Text to continue; only as much of its end as the context holds is read. Empty: start from token 0."""
+    """Text to continue; if it is longer than the context, only its end is read. Empty: start from token 0."""
     tokens: int = 200
-    """How many tokens to add."""
+    """Maximum number of tokens to generate."""
     temperature: float = 0.8
-    """0 takes the likeliest token."""
+    """Sampling temperature; 0 always picks the most likely token."""
     top_k: int = 0
-    """Draw from so many of the likeliest tokens; 0: from all."""
+    """Sample only from this many most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Draw from the fewest likeliest tokens that have this probability together."""
+    """Sample only from the smallest set of most likely tokens whose probabilities add up to this."""
     min_p: float = 0.0
-    """Draw from tokens at least this probable, as a share of the likeliest one's probability."""
+    """Sample only tokens at least this probable, relative to the most likely one."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens that were there become less likely."""
+    """Above 1, tokens that occurred before become less likely."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """End before this string; may be given several times."""
+    """Stop before this string; may be given several times."""
     seed: int = 0
-    """Random seed of the sample."""
+    """Random seed for sampling."""
     execution: Literal["soft", "hard", "sparse"] = "sparse"
-    """sparse skips work; hard is its dense reference; soft is the paper's training mode."""
+    """sparse really skips; hard decides the same but computes everything; soft uses gates as weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
     budget: float | None = None
-    """Execute a budget-routed run at this budget instead of its own."""
+    """Run at this budget instead of the run's own."""
     speculate: str | None = None
-    """Draft with most blocks skipped and verify several tokens in one pass: auto, or a draft's share of tokens."""
+    """Self-speculation: draft with most blocks skipped, verify several tokens in one pass. auto, or the share of tokens
+    that a draft processes."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
@@ -285,7 +286,7 @@ class Generate:
         (generation,) = generate(Run.open(self.run), [self.prompt], **settings)
         if generation.left_out:
             cause = "the prompt is longer than the context of this model"
-            print(f"tokendepth: {cause}; its first {generation.left_out} tokens are not read", file=sys.stderr)
+            print(f"tokendepth: {cause}; its first {generation.left_out} tokens are ignored", file=sys.stderr)
         shades = Shades()
         if shades.on:
             print(shades.legend())
@@ -307,7 +308,7 @@ class Export:
     run: tyro.conf.Positional[Path]
     """Run folder."""
     out: tyro.conf.Positional[Path]
-    """Folder to write; an export that is there is replaced, anything else is refused."""
+    """Folder to write; an existing export is replaced, any other folder gives an error."""
 
     def __call__(self) -> None:
         from tokendepth.runs.run import Run
@@ -322,10 +323,10 @@ class Export:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Check the installation: what works, what is missing, what to do about it."""
+    """Check the installation: what works, what is missing, and how to fix it."""
 
     def __call__(self) -> None:
-        with Progress("examining the installation"):
+        with Progress("checking the installation"):
             from tokendepth.cli.doctor import examine
 
             findings = examine()

@@ -1,4 +1,4 @@
-"""The command that puts routers into a model that is there already."""
+"""The command that adds routers to an existing model."""
 
 import os
 from dataclasses import dataclass, fields
@@ -15,10 +15,10 @@ from tokendepth.training.retrofit_options import TRAIN, RetrofitOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Retrofit(RetrofitOptions):
-    """Put routers into a finished dense model, so that it executes a named share of its blocks' FLOPs, and train it.
+    """Add routers to a finished dense model and train it to execute a given share of its blocks' FLOPs.
 
-    A token that skips keeps its keys and values, and at full budget the routers change nothing. The result is a run
-    like any other. Controls, trained alike: --method dense, drop and replace, --router dice.
+    Keys and values are computed for skipping tokens too; before training, the model at full budget is unchanged. The
+    result is an ordinary run. Controls, trained the same way: --method dense, drop and replace, --router dice.
     """
 
     model: tyro.conf.Positional[Path]
@@ -27,7 +27,7 @@ class Retrofit(RetrofitOptions):
     """Run folder."""
     train: TrainConfig = TRAIN
     resume: bool = False
-    """Go on with the retrofit in --out, or start it where there is none."""
+    """Continue the retrofit in --out, or start it if there is none."""
 
     def __call__(self) -> None:
         share_cores()
@@ -37,4 +37,4 @@ class Retrofit(RetrofitOptions):
         changes = {f"train.{f.name}": getattr(self.train, f.name) for f in fields(self.train)}
         run = api.retrofit(self.model, self.out, changes=changes, resume=self.resume, **options)
         if os.environ.get("RANK", "0") == "0":
-            print(f"finished: {run.path}; measure it with: tokendepth evaluate {run.path} --curve")
+            print(f"finished: {run.path}; evaluate it with: tokendepth evaluate {run.path} --curve")

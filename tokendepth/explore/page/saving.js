@@ -1,4 +1,4 @@
-// The view as one file that needs no server: a page without scripts, or a picture.
+// Save the view as one self-contained file: a page without scripts, or an SVG picture.
 import { rowHeight, visible } from "./parts.js";
 import { sentence } from "./reading.js";
 
@@ -91,7 +91,7 @@ export function saveSvg(views) {
       if (piece.endsWith("↵")) { column = 0; top += block; }
     }
     top += column ? block : 0;
-    write(MARGIN, (top += 14), `rows, from the top: ${rows.join(", ") || "none"}`, { "font-size": 12, fill: QUIET });
+    write(MARGIN, (top += 14), `rows, from top to bottom: ${rows.join(", ") || "none"}`, { "font-size": 12, fill: QUIET });
     top += 24;
   }
   for (const [key, value] of Object.entries({ viewBox: `0 0 ${width} ${top}`, width, height: top })) picture.setAttribute(key, value);
@@ -109,7 +109,7 @@ function wrapped(words) {
   return lines;
 }
 
-// XML has no place for control characters and halves of surrogate pairs.
+// XML does not allow control characters or unpaired surrogates.
 const printable = (words) => words.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]|\p{Surrogate}/gu, "▯");
 
 function download(name, type, content) {

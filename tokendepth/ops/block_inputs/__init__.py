@@ -17,7 +17,7 @@ __all__ = ["BlockInputs", "NormWeights", "RouterWeights", "Threshold", "block_in
 
 
 class NormWeights(NamedTuple):
-    """Of a LayerNorm, or of an RMSNorm, which has no shift."""
+    """Weights of a LayerNorm, or of an RMSNorm, which has no shift."""
 
     scale: Tensor
     shift: Tensor | None
@@ -25,7 +25,7 @@ class NormWeights(NamedTuple):
 
 
 class RouterWeights(NamedTuple):
-    """As `halting_logits` takes them; `normed`: the router reads the normalised state, before scale and shift."""
+    """Arguments of `halting_logits`. `normed`: the router reads the normalised state, before scale and shift."""
 
     w1: Tensor
     b1: Tensor
@@ -35,7 +35,7 @@ class RouterWeights(NamedTuple):
 
 
 class Threshold(NamedTuple):
-    """As `decide` takes it."""
+    """Arguments of `decide`."""
 
     value: Tensor | float
     valid: Tensor | None = None
@@ -46,9 +46,9 @@ class BlockInputs(NamedTuple):
     x: Tensor
     """The state after the first norm, `[..., d]`."""
     kv: Tensor | None
-    """Keys and values side by side as they are projected, `[..., 2 x kv heads x width]`; None: the cache has them."""
+    """Projected keys and values side by side, `[..., 2 x kv heads x width]`; None: the cache has them."""
     decision: Decision | None
-    """None where there is no router."""
+    """None if there is no router."""
     unwritten: "Unwritten | None" = None
     """What `decode_block` has to write to the cache; None: nothing."""
 
@@ -62,9 +62,9 @@ def block_inputs(
     threshold: Threshold | None = None,
     backend: str = "auto",
 ) -> BlockInputs:
-    """h: `[batch, time, d]`. w_kv: `[out, d]`, b_kv: `[out]`. A router comes with the threshold of its decision.
+    """h: `[batch, time, d]`. w_kv: `[out, d]`, b_kv: `[out]`. A router needs the threshold of its decision.
 
-    `auto` is the kernel for low precision on a GPU without a gradient, `joined` where a compiler packs the weights
+    `auto` is the kernel for low precision on a GPU without a gradient, `joined` if torch.compile packs the weights
     (`infer/compile.py`), and `eager` otherwise.
     """
     assert (router is None) == (threshold is None), "a router decides by a threshold"

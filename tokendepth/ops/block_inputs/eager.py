@@ -7,7 +7,7 @@ from tokendepth.ops.router import halting_logits
 
 
 def eager(h: Tensor, norm, w_kv: Tensor, b_kv: Tensor | None, router) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `reference`, by library calls."""
+    """As `reference`, with library calls."""
     x = normalised(h, norm.scale, norm.shift, norm.eps, rms=norm.shift is None)
     logit = None
     if router is not None:
@@ -17,6 +17,6 @@ def eager(h: Tensor, norm, w_kv: Tensor, b_kv: Tensor | None, router) -> tuple[T
 
 
 def normalised(h: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, *, rms: bool) -> Tensor:
-    if rms:  # in the precision of h: under autocast the weight has another
+    if rms:  # in the precision of h: under autocast the weight has a different one
         return F.rms_norm(h, h.shape[-1:], None if scale is None else scale.to(h.dtype), eps)
     return F.layer_norm(h, h.shape[-1:], scale, shift, eps)

@@ -6,9 +6,9 @@ from torch import Tensor
 def joined(h: Tensor, norm, w_kv: Tensor, b_kv: Tensor | None, router) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference`, with keys, values and the router's hidden layer in one product over the normalised state.
 
-    The norm's scale and shift are folded into the weights. For a router that reads the state itself (the normalised one
-    times its deviation plus its mean), both are restored afterwards. Meant for a compiler to which weights are
-    constants: folding them then happens once.
+    The norm's scale and shift are folded into the weights. If the router reads the raw state (the normalised one times
+    its deviation plus its mean), both are restored afterwards. Meant for torch.compile with constant weights, where
+    folding happens once.
     """
     if norm.shift is None:
         exact = h.to(torch.promote_types(h.dtype, torch.float32))

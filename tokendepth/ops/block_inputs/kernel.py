@@ -1,4 +1,4 @@
-"""One kernel: every program normalises its own rows, which costs less than reading them back would."""
+"""One kernel. Every program normalises its own rows, which is cheaper than reading them back from memory."""
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -13,8 +13,8 @@ from tokendepth.ops.decide.kernel import BY_NUMBER, above, by_what, tensor_or_nu
 from tokendepth.ops.launch import FEW_TOKENS, check_kernel, fits_one_tile
 from tokendepth.ops.launch.kernel import after_previous, let_next_begin, overlapped
 
-# Programs share the bandwidth of the L2 cache, from which each reads its rows and its columns of w. With many rows a
-# program takes all columns, which reads least; with few rows every multiprocessor must get a program.
+# Programs share the bandwidth of the L2 cache, from which each reads its rows and its columns of w. With many rows each
+# program takes all columns, which reads the least; with few rows every multiprocessor must get a program.
 MANY = {"BLOCK_M": 64, "BLOCK_N": 64, "COLUMNS": 512, "num_warps": 4, "num_stages": 2}
 FEW = {"BLOCK_M": 64, "BLOCK_N": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1}
 FEWEST = {"BLOCK_M": 16, "BLOCK_N": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1}
@@ -30,7 +30,7 @@ def _enter(
 ):  # fmt: skip
     """Program (i, j): the i-th block of rows, normalised, times the j-th block of columns of w.
 
-    The first column block also writes the norm, the last also runs the router and decides.
+    The first column block also writes the normalised rows; the last also runs the router and decides.
     """
     after_previous(OVERLAP)
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -41,7 +41,7 @@ def _enter(
     value = tile.to(tl.float32)
     value -= (tl.sum(value, 1) / D)[:, None]
     value *= tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
-    if ROUTER:  # noqa: SIM102 - compiled only where it holds
+    if ROUTER:  # noqa: SIM102 - constexpr: compiled only if true
         if tl.program_id(1) == tl.num_programs(1) - 1:
             unit = tl.arange(0, BLOCK_H)
             w1_tile = tl.load(w1 + unit[:, None] * D + feature[None, :], mask=(unit < HIDDEN)[:, None], other=0.0)
@@ -113,12 +113,12 @@ def _(h, norm, norm_bias, eps, w_kv, router, *_):
 def kernel(
     h: Tensor, norm, w_kv: Tensor, b_kv: Tensor | None, router, threshold
 ) -> tuple[Tensor, Tensor, Decision | None]:
-    """As `reference`, and the decision, for a LayerNorm and d a power of two from 16 to 256; no gradient."""
+    """As `reference`, plus the decision; for a LayerNorm and d a power of two from 16 to 256; no gradient."""
     check_kernel(h)
     if norm.shift is None or b_kv is not None or not fits_one_tile(h.shape[-1]):
         raise ValueError(
             "backend 'kernel' is for a LayerNorm, keys and values without bias, and d a power of two from 16 to 256; "
-            "take 'eager'"
+            "use 'eager'"
         )
     if router is None:
         x, kv, *_ = _inputs(h, *norm[:2], norm.eps, w_kv, [], False, None, 0.0, None, False)

@@ -1,4 +1,4 @@
-"""What is carried on from token to token: `c_t = fresh_t + keep_t c_{t-1}`."""
+"""A linear recurrence over tokens: `c_t = fresh_t + keep_t c_{t-1}`."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ __all__ = ["carry_on", "carry_rows"]
 def carry_on(fresh: Tensor, keep: Tensor, before: Tensor | None = None, backend: str = "auto") -> Tensor:
     """fresh: `[batch, time, d]`. keep: `[batch, time]`, numbers or decisions. before: `[batch, d]`, c_0; None: 0.
 
-    `auto` is the kernel on a GPU, and `eager` otherwise and for a single token. The kernel sums in float32, and has no
-    gradient of `before`.
+    `auto` is the kernel on a GPU, and `eager` otherwise and for a single token. The kernel sums in float32 and has no
+    gradient for `before`.
     """
     if backend == "auto":
         exact = fresh.dtype == torch.float64 or (before is not None and before.requires_grad)

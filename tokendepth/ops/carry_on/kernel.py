@@ -1,6 +1,6 @@
-"""One pass over memory forward and one backward, where the library takes log2(time) passes of several calls each.
+"""One pass over memory forward and one backward, where `eager` takes log2(time) passes of several calls each.
 
-A program has some columns of one sequence and goes through its tokens tile by tile; within a tile it scans.
+Each program handles some columns of one sequence and goes through its tokens tile by tile, with a scan in each tile.
 """
 
 # Triton launches take constexpr numbers, which a type checker cannot know.
@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# 64 sequences of width 256 make 512 programs; a tile is 16 numbers a thread.
+# 64 sequences of width 256 make 512 programs; a tile is 16 elements per thread.
 BLOCK_T, BLOCK_D, WARPS = 64, 32, 4
 
 
 @triton.jit
 def _joined(keep, carried, later_keep, later_carried):
-    """Two neighbouring stretches as one: what it keeps of what comes before it, and what it carries itself."""
+    """Combines two neighbouring stretches: the factor for what comes before them, and what they carry themselves."""
     return keep * later_keep, carried * later_keep + later_carried
 
 
@@ -51,7 +51,7 @@ def _backward(
     grad, keep, out, before, grad_fresh, grad_keep, time, d,
     BEFORE: tl.constexpr, OF_KEEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """g_t = grad_t + keep_{t+1} g_{t+1}, from the end: the gradient of fresh. That of keep is `g_t . c_{t-1}`."""
+    """The gradient for fresh is g_t = grad_t + keep_{t+1} g_{t+1}, from the end; that for keep is `g_t . c_{t-1}`."""
     sequence, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = piece * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.arange(0, BLOCK_T)
@@ -109,7 +109,7 @@ def _(fresh, keep, before):
 
 @torch.library.custom_op("tokendepth::carry_on_backward", mutates_args=())
 def _gradients(grad: Tensor, keep: Tensor, out: Tensor, before: Tensor | None, of_keep: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of fresh, and of keep by piece of d: `[batch, pieces, time]`."""
+    """The gradients for fresh, and for keep per piece of d: `[batch, pieces, time]`."""
     grad = grad.contiguous()
     grad_fresh, grad_keep = _empty_gradients(grad, of_keep)
     if grad.numel():
@@ -147,7 +147,7 @@ _carry_on.register_autograd(_autograd, setup_context=_save)
 
 
 def kernel(fresh: Tensor, keep: Tensor, before: Tensor | None = None) -> Tensor:
-    """As `reference`, summed in float32, to the same bits every time; without a gradient of `before`."""
+    """As `reference`, summed in float32, bitwise reproducible; without a gradient for `before`."""
     if not (fresh.is_cuda or _INTERPRETED):
         raise ValueError(f"backend 'kernel' needs a GPU, or TRITON_INTERPRET=1, not a tensor on {fresh.device}")
     return _carry_on(fresh, keep.float(), before)

@@ -4,10 +4,10 @@ from torch import Tensor
 
 
 def carry_rows(rows: Tensor, active: Tensor) -> Tensor:
-    """`[batch, time, d]`: to each token the row of the last active token of its sequence; zeros before the first.
+    """`[batch, time, d]`: for each token the row of the last active token in its sequence; zeros before the first.
 
-    rows: `[batch, k, d]`, of the active tokens in their order, and maybe more behind them. active: `[batch, time]`. The
-    same as `carry_on` of these rows in their places with `~active`, which goes through all tokens.
+    rows: `[batch, k, d]`, the rows of the active tokens in order; more may follow. active: `[batch, time]`. Equals
+    `carry_on` of these rows in their places with `~active`, which would go through all tokens.
     """
     batch, count, d = rows.shape
     index = active.cumsum(1) + (count + 1) * torch.arange(batch, device=rows.device)[:, None]
@@ -15,9 +15,9 @@ def carry_rows(rows: Tensor, active: Tensor) -> Tensor:
 
 
 class _Repeat(torch.autograd.Function):
-    """`rows[index]` of an index that never falls: a row's gradient is the sum over one stretch.
+    """`rows[index]` for a non-decreasing index: a row's gradient is the sum over one contiguous stretch.
 
-    The library's gradient adds row by row, on a GPU in an order that changes.
+    The library's gradient adds row by row, on a GPU in a nondeterministic order.
     """
 
     @staticmethod
@@ -31,6 +31,6 @@ class _Repeat(torch.autograd.Function):
         (grad,), (index,) = grads, ctx.saved_tensors
         starts = torch.searchsorted(index, torch.arange(ctx.count + 1, device=index.device))
         exact = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        # `unsafe` leaves out a check of the offsets, for which the host would wait for the device.
+        # `unsafe` skips a check of the offsets that would synchronise with the device.
         sums = torch.segment_reduce(exact, "sum", offsets=starts, axis=0, initial=0, unsafe=True)
         return sums.to(grad.dtype), None

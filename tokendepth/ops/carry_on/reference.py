@@ -3,7 +3,7 @@ from torch import Tensor
 
 
 def reference(fresh: Tensor, keep: Tensor, before: Tensor | None = None) -> Tensor:
-    """One token after the other."""
+    """One token after another."""
     carried, found = torch.zeros_like(fresh[:, 0]) if before is None else before, []
     for t in range(fresh.shape[1]):
         carried = fresh[:, t] + keep[:, t, None].to(fresh.dtype) * carried

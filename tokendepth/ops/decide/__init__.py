@@ -1,4 +1,4 @@
-"""Which tokens are active: router logits against a threshold; for kernels also the list of active tokens."""
+"""Which tokens are active: router logits compared with a threshold; for kernels also the list of active tokens."""
 
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ class Decision(NamedTuple):
     logit: Tensor
     """`[batch, time]`: the router's logits."""
     keep: Tensor | None = None
-    """`sigmoid(-logit)`, if a kernel computed it already; `kept` returns it in any case."""
+    """`sigmoid(-logit)`, if a kernel has already computed it; `kept` returns it in any case."""
     listed: Listed | None = None
     """The list of active tokens, if a kernel made it."""
 
     def kept(self) -> Tensor:
-        """`sigmoid(-logit)`: scales the updates of active tokens."""
+        """`sigmoid(-logit)`, which scales the updates of active tokens."""
         return torch.sigmoid(-self.logit) if self.keep is None else self.keep
 
 
@@ -35,10 +35,10 @@ def decide(
     states: Tensor | None = None,
     backend: str = "auto",
 ) -> Decision:
-    """A token is active if its score, `-logit`, is above the threshold (`inclusive`: or at it) and it is `valid`.
+    """A token is active if it is `valid` and its score, `-logit`, is above the threshold (`inclusive`: or equal to it).
 
-    logit: `[batch, time]`. threshold: a number, or a tensor of one number or of one per token. `auto` is the kernel
-    where kernels support the `states` that are decided about, and `eager` otherwise.
+    logit: `[batch, time]`. threshold: a number, or a tensor with one number or one per token. `auto` is the kernel if
+    kernels support the tokens' `states`, and `eager` otherwise.
     """
     if backend == "auto":
         backend = "kernel" if states is not None and serves(states) else "eager"
@@ -55,7 +55,7 @@ def decide(
 
 
 def list_active(active: Tensor, states: Tensor) -> Listed | None:
-    """The list of active tokens `[batch, time]` where kernels support `states`; None where rows are found otherwise."""
+    """The list of active tokens `[batch, time]` if kernels support `states`; None if rows are found in another way."""
     if not serves(states):
         return None
     from tokendepth.ops.decide.kernel import list_active as run

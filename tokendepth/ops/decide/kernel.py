@@ -1,4 +1,4 @@
-"""One kernel: every program counts the active tokens before its sequence itself, so that none waits for another."""
+"""One kernel. Every program itself counts the active tokens before its sequence, so that none waits for another."""
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -12,13 +12,13 @@ from tokendepth.ops.launch.kernel import after_previous, let_next_begin, overlap
 
 PREFIX = 8192  # tokens that are counted at once
 BLOCK = 1024  # tokens that are listed at once
-# What decides: flags, or a threshold: a number, a tensor of one number, or one per token.
+# How tokens are chosen: by flags, or by a threshold (a number, a tensor with one number, or one number per token).
 BY_FLAG, BY_NUMBER, BY_ONE, BY_TOKEN = range(4)
 
 
 @triton.jit
 def above(logit, threshold, number, place, there, BY: tl.constexpr, INCLUSIVE: tl.constexpr):
-    """Whether the score, -logit, of the tokens at `place` exceeds its threshold."""
+    """Whether the scores, -logit, of the tokens at `place` exceed their thresholds."""
     limit = number
     if BY == 2:
         limit = tl.load(threshold)
@@ -31,7 +31,7 @@ def above(logit, threshold, number, place, there, BY: tl.constexpr, INCLUSIVE: t
 def active_among(
     given, threshold, number, valid, place, end, BY: tl.constexpr, INCLUSIVE: tl.constexpr, VALID: tl.constexpr
 ):
-    """Of the tokens at `place`, those before `end` that are active, as 0 and 1."""
+    """1 for the tokens at `place` that are active and before `end`, otherwise 0."""
     there = place < end
     if BY == 0:
         active = tl.load(given + place, mask=there, other=0) != 0
@@ -131,11 +131,11 @@ def _(active):
 def kernel(
     logit: Tensor, threshold: Tensor | float, valid: Tensor | None, inclusive: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """As `reference`, without host synchronisation; the list after the last active token is not written."""
+    """As `reference`, without host synchronisation; the list is not written beyond the last active token."""
     active, index, starts = _decide(logit, *tensor_or_number(threshold), valid, inclusive)
     return active, (index, starts)
 
 
 def tensor_or_number(threshold: Tensor | float) -> tuple[Tensor | None, float]:
-    """A threshold as two arguments of a registered op: a tensor or None, and a number."""
+    """A threshold as two arguments for a registered op: a tensor or None, and a number."""
     return (threshold, 0.0) if isinstance(threshold, Tensor) else (None, float(threshold))

@@ -5,7 +5,7 @@ from torch import Tensor
 def reference(
     logit: Tensor, threshold: Tensor | float, valid: Tensor | None, inclusive: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Token by token; in the list what comes after the last is -1."""
+    """Token by token; after the last active token, the list is filled with -1."""
     limits = torch.as_tensor(threshold, dtype=logit.dtype).expand(logit.shape)
     active, index, starts = torch.zeros_like(logit, dtype=torch.bool), [], [0]
     for b, sequence in enumerate(logit.tolist()):

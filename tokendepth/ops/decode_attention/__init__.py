@@ -1,1 +1,1 @@
-"""A kernel for one new token of each slot over keys and values of a cache; see kernel.py. `decode_many` calls it."""
+"""A kernel for decoding attention, one new token per cache slot; see kernel.py. `decode_many` calls it."""

@@ -1,7 +1,7 @@
-"""Attention of one more token of each slot over a cache, cut up over the keys: rows that are not active read nothing.
+"""Attention of one new token per slot over a cache, split over the keys (flash decoding). Inactive rows read no keys.
 
-The part that holds a slot's own column makes its key and value of what was projected, writes them, of rows that are not
-active too, and uses them. Whichever part of a row ends last puts the parts together.
+The part that contains a slot's own column computes the key and value from the projections, writes them (for inactive
+rows, too) and uses them. The last part of a row to finish combines the parts.
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
@@ -19,16 +19,16 @@ from tokendepth.ops.launch.kernel import after_previous, overlapped
 from tokendepth.ops.sparse_block import BlockWeights
 
 PROGRAMS = 1024
-"""Attention of a few slots is cut up for so many programs: those of the active rows fit all multiprocessors at once."""
+"""With few slots, attention is split into this many programs; those of the active rows are all resident at once."""
 PARTS = 4
-"""Of more slots each row is cut up into so many parts at least, so that multiprocessors end at about the same time."""
+"""With more slots, each row is split into at least this many parts, so that multiprocessors finish together."""
 LOADED = 2048
-"""Numbers of keys, and as many of values, that a program asks for while it uses as many. Of width 64 that takes 96
-registers, so 5 programs run on a multiprocessor, with 40 KB under way; with 4,096 it is 168, 3 and 48."""
+"""Elements of keys (and of values) that a program loads ahead while it uses as many. With heads of width 64 that takes
+96 registers, so 5 programs run per multiprocessor, with 40 KB in flight; 4,096 would give 168, 3 and 48 KB."""
 TILE = 4096
-"""At most so many numbers of keys, times the heads that share them: a running sum for each."""
+"""At most this many elements of keys, times the heads that share them, each with a running sum."""
 MOST_SHARING = 4
-"""Query heads of a program; with more, too few keys would be under way at once."""
+"""Query heads per program; with more, too few keys would be in flight."""
 ATTEND = {"num_warps": 4}
 
 
@@ -44,7 +44,7 @@ def _turned(
     projected, at, there, bias, bias_at, norm, eps, cos, sin, turn,
     HALF: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """`[head, width]` of the projected heads that begin at `at`, normalised and turned."""
+    """`[head, width]`: the projected heads that begin at `at`, normalised and rotated."""
     unit = tl.arange(0, BLOCK_W)
     known = unit < 2 * HALF
     inside = there[:, None] & known[None, :]
@@ -87,10 +87,10 @@ def _over_keys(
     q, k_tile, v_tile, fine, keys, values, seen, begin, end, scale, column_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_W: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Of the keys from `begin` to `end`, by query head: the largest score, and sum and weighted values relative to it.
+    """Over keys `begin` to `end`, per query head: the largest score, and sum and weighted values relative to it.
 
-    The first tile is given; each next one is asked for before the last is used, so that memory never waits. Each of the
-    KEYS places in a tile has a maximum and sums of its own until the end, so that threads need not meet at every tile.
+    The first tile is given; each next tile is loaded before the current one is used, to keep memory busy. Each of the
+    KEYS places in a tile has its own maximum and sums until the end, so threads need not synchronise at every tile.
     """
     top = tl.full([GROUP, KEYS], float("-inf"), tl.float32)
     total = tl.zeros([GROUP, KEYS], tl.float32)
@@ -100,7 +100,7 @@ def _over_keys(
         scores = tl.sum(k_tile.to(tl.float32) * q[:, None, :], 2) * scale
         scores = tl.where((fine != 0)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, scores)
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing was seen yet
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key seen yet
         p, fade = tl.exp2(scores - safe), tl.exp2(top - safe)
         total = total * fade + p
         acc = acc * fade[:, :, None] + p[:, :, None] * v_tile.to(tl.float32)
@@ -112,7 +112,7 @@ def _over_keys(
 
 @triton.jit
 def _with_own(q, own_key, own_value, has_own, top, total, acc, scale):
-    """What `_over_keys` found, and the token's own key, which is always seen."""
+    """The result of `_over_keys`, plus the token's own key, which is always seen."""
     score = tl.where(has_own, tl.sum(q * own_key, 1) * scale, float("-inf"))
     best = tl.maximum(top, score)
     safe = tl.where(best == float("-inf"), 0.0, best)
@@ -125,7 +125,7 @@ def _put_together(
     top, total, acc, partial, arrived, attended, line, there, part, parts,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Leaves one of `parts` of a token's keys; the last to end writes what all of them are together."""
+    """Stores the result for one of `parts` of a token's keys; the last part to finish combines them."""
     unit = tl.arange(0, BLOCK_W)
     inside = there[:, None] & (unit < WIDTH)[None, :]
     to = attended + line[:, None] * WIDTH + unit[None, :]
@@ -136,9 +136,9 @@ def _put_together(
         tl.store(mine, top, there)
         tl.store(mine + 1, total, there)
         tl.store(mine[:, None] + 2 + unit[None, :], acc, inside)
-        tl.debug_barrier()  # all threads have stored before one says so
+        tl.debug_barrier()  # all threads store before the counter is incremented
         if tl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1:
-            tl.store(arrived, 0)  # for the next kernel
+            tl.store(arrived, 0)  # reset for the next kernel
             piece = tl.arange(0, BLOCK_S)
             made = there[:, None] & (piece < parts)[None, :]
             of = partial + (line[:, None] * SPLITS + piece[None, :]) * (WIDTH + 2)
@@ -165,9 +165,9 @@ def _attend(
 ):  # fmt: skip
     """Program (part, heads, slot): GROUP query heads that share a K/V head, over `split` keys.
 
-    The last of a row's parts to end puts them together. The part that the token's own column belongs to makes its key
-    and value of what was projected, and writes them, of tokens that are not active too.
-    turns: rows of cosines and sines from one slot to the next, 0 where all share them.
+    The last of a row's parts to finish combines them. The part with the token's own column computes its key and value
+    from the projections and writes them, for inactive tokens, too.
+    turns: stride of cosines and sines from one slot to the next, 0 if all slots share them.
     """
     WIDTH: tl.constexpr = 2 * HALF
     GROUPS: tl.constexpr = (SHARING + GROUP - 1) // GROUP
@@ -227,8 +227,8 @@ def _attend(
 def attend(
     qkv: Tensor, layer, columns: Tensor, active: Tensor | None, w: BlockWeights, rotation, new: Unwritten
 ) -> Tensor:
-    """`[slot, heads x width]` of what was projected, whose keys and values are left in the cache; rows that are not
-    active are not written."""
+    """`[slot, heads x width]` from the projections `qkv`; also writes keys and values to the cache. Inactive rows of
+    the result are not written."""
     keys, values, seen, window = layer
     (batch, kv_heads, _, width), flags = keys.shape, seen.view(torch.uint8)
     assert keys.stride() == values.stride()

@@ -1,8 +1,8 @@
-"""A block for one more token of each slot of a cache, where that token is active; the others pass unchanged.
+"""A block in a decoding step, one new token per cache slot: active tokens go through it, the others are unchanged.
 
-A decoding step of a few slots is as long as its weights take to arrive from memory, so where nobody is active none are
-loaded: a kernel returns first, without asking the host. Of more slots some token is active nearly everywhere, and only
-keys and values are left unread (`decode_many`). On a CPU, of one sequence, the host looks at the decision itself.
+With few slots, a decoding step takes as long as loading the weights. So if no token is active, the kernel returns
+before it loads any, without host synchronisation. With more slots, nearly every block has an active token, and only the
+keys and values of inactive ones are not read (`decode_many`). For one sequence on a CPU, the host checks the decision.
 """
 
 import torch
@@ -15,17 +15,17 @@ from tokendepth.ops.sparse_block import BlockWeights, Rotation, has_kernel
 __all__ = ["decode_block", "runs_eager", "runs_kernel"]
 
 MOST_ROWS = 256
-"""More tokens than this are computed as a prompt is, by products of the active rows alone, which by then pays. Of 64
-that took 3.9 ms a step, and this takes 2.0 (H200, d 1,024)."""
+"""More tokens than this are computed like a prompt, with products over only the active rows, which pays off by then.
+For 64 tokens that took 3.9 ms per step; the kernels here take 2.0 (H200, d 1,024)."""
 
 
 def runs_kernel(h: Tensor, weights: BlockWeights | None) -> bool:
-    """Whether kernels, without host synchronisation, decode one token `h` `[slots, 1, d]` of each slot."""
+    """Whether kernels without host synchronisation support `h`, one token per slot, `[slots, 1, d]`."""
     return h.shape[1] == 1 and len(h) <= MOST_ROWS and has_kernel(weights) and serves(h)
 
 
 def runs_eager(h: Tensor) -> bool:
-    """Whether `h` `[slots, 1, d]` is one token alone on a CPU, of which nothing is compiled or learned."""
+    """Whether `h` `[slots, 1, d]` is a single token on a CPU, without compilation or gradient."""
     alone = h.shape[:2] == (1, 1) and h.device.type == "cpu"
     return alone and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
@@ -42,11 +42,11 @@ def decode_block(
     unwritten: Unwritten | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """h, x: `[slots, 1, d]`, the state and what the first norm made of it; columns: `[slots, 1]`, its own column.
+    """h, x: `[slots, 1, d]`, the state before and after the first norm. columns: `[slots, 1]`, the tokens' own columns.
 
-    active: `[slots, 1]` bool, None for all; gate: `[slots, 1]`, scales an active token's updates. A token always sees
-    its own key. unwritten: keys and values that `decode_inputs` has left to be made. Returns h with the active rows
-    replaced; it may overwrite h.
+    active: `[slots, 1]` bool, None for all. gate: `[slots, 1]`, scales the updates of active tokens. A token always
+    sees its own key. unwritten: keys and values that `decode_inputs` has left to compute. Returns h with the active
+    rows replaced; may overwrite h.
     """
     if backend == "auto":
         backend = "kernel" if serves(h) else "eager"

@@ -10,15 +10,15 @@ from tokendepth.ops.sparse_block import BlockWeights
 
 
 def eager(h, x, layer, columns, active, weights: BlockWeights, gate, rotation) -> Tensor:
-    """As `reference`, of one sequence on a CPU, by library calls."""
+    """As `reference`, for one sequence on a CPU, with library calls."""
     if active is not None and not active.item():
         return h
     w, end = weights, int(columns) + 1
     q = turned(linear(x, w.query, w.query_bias).view(w.heads, 1, -1), w.query_norm, w.query_eps, rotation)
     k, v, seen = layer.keys[0, :, :end], layer.values[0, :, :end], layer.seen[0, :end]
-    q = q.view(len(k), w.heads // len(k), -1)  # heads that share a key
+    q = q.view(len(k), w.heads // len(k), -1)  # query heads by the key head that they share
     scores = torch.bmm(q, k.transpose(1, 2)).mul_(q.shape[-1] ** -0.5)
-    if not seen[:-1].all():  # its own it always sees
+    if not seen[:-1].all():  # its own key is always seen
         scores[..., :-1].masked_fill_(~seen[:-1], -torch.inf)
     attended = torch.bmm(scores.softmax(-1), v).view(1, 1, -1)
     state = _added(h, linear(attended, w.out, w.out_bias), gate)

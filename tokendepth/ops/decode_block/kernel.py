@@ -1,6 +1,7 @@
-"""One kernel: one program a multiprocessor, all resident at once, which meet between the steps of the block.
+"""One kernel: one program per multiprocessor, all resident at once, with a grid-wide barrier between the block's steps.
 
-Returns at once where nobody is active: a kernel for each step would take as long empty as a third of a block's weights.
+Returns at once if no token is active. With one kernel per step, even empty launches would take a third of the time that
+loading the block's weights takes.
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
@@ -31,16 +32,16 @@ from tokendepth.ops.rows.kernel import ACTIVATIONS, _gelu, _gelu_tanh, _silu
 from tokendepth.ops.sparse_block import BlockWeights
 
 KEYS = 128
-"""Keys that are attended over at once."""
+"""Keys that are attended to at once."""
 FEWEST_PARTS = 64
-"""Attention rows are cut up for at least so many programs, however few there are."""
+"""Attention rows are split for at least this many programs, even if fewer run."""
 
 
 @triton.jit
 def _wait_for_all(met):
-    """Every program passes here once all have come, and sees what all have written.
+    """A grid-wide barrier: programs wait here for all others, and then see what those have written.
 
-    `met` only grows, by the number of programs each time: nobody has to reset it.
+    `met` only grows, by the number of programs at each barrier, so it never has to be reset.
     """
     tl.debug_barrier()
     programs = tl.num_programs(0).to(tl.int64)
@@ -56,7 +57,7 @@ def _query(
     q, at, norm, eps, cos, sin, turn,
     HALF: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """One head's query as it was projected, normalised and turned."""
+    """One head's projected query, normalised and rotated."""
     unit = tl.arange(0, BLOCK_W)
     known = unit < 2 * HALF
     own = tl.load(q + at + unit, known, 0.0, cache_modifier=".cg")
@@ -81,7 +82,7 @@ def _attend(
     q, keys, values, seen, own, begin, end, scale, column_stride,
     WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Of the keys from `begin` to `end`: the largest score, and sum and weighted values relative to it."""
+    """Over the keys from `begin` to `end`: the largest score, and sum and weighted values relative to it."""
     unit = tl.arange(0, BLOCK_W)
     known = (unit < WIDTH)[None, :]
     top = tl.full([1], float("-inf"), tl.float32)
@@ -97,7 +98,7 @@ def _attend(
         fine = fine & ((tl.load(seen + key, fine, 0) != 0) | (key == own))
         scores = tl.where(fine, tl.sum(k_tile.to(tl.float32) * q[None, :], 1) * scale, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 0))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing was seen yet
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key seen yet
         p, fade = tl.exp2(scores - safe), tl.exp2(top - safe)
         total = total * fade + tl.sum(p, 0)
         acc = acc * fade + tl.sum(p[:, None] * v_tile.to(tl.float32), 0)
@@ -112,7 +113,7 @@ def _attend_part(
     HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The part of an attention row (`line`: of a head) that is over `split` keys; the last part puts them together."""
+    """One part, `split` keys, of the attention row `line` (of one head); the last part to finish combines them."""
     WIDTH: tl.constexpr = 2 * HALF
     begin, unit = part * split, tl.arange(0, BLOCK_W)
     if begin <= own:
@@ -129,9 +130,9 @@ def _attend_part(
             tl.store(mine, top)
             tl.store(mine + 1, total)
             tl.store(mine + 2 + unit, acc, unit < WIDTH)
-            tl.debug_barrier()  # all threads have stored before one says so
+            tl.debug_barrier()  # all threads store before the counter is incremented
             if tl.atomic_add(arrived + line, 1, sem="acq_rel") == parts - 1:
-                tl.store(arrived + line, 0)  # for the next kernel
+                tl.store(arrived + line, 0)  # reset for the next kernel
                 piece = tl.arange(0, BLOCK_S)
                 there = piece < parts
                 of = partial + (line * SPLITS + piece) * (WIDTH + 2)
@@ -150,7 +151,7 @@ def _update(
     K: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ALL: tl.constexpr, RMS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """residual + gate * (source w^T + bias): source by row, residual and out by place or by row."""
+    """residual + gate * (source w^T + bias). source is indexed by row, residual and out by place or by row."""
     for tile in range(tl.program_id(0), tl.cdiv(D, BLOCK_O), tl.num_programs(0)):
         column = tile * BLOCK_O + tl.arange(0, BLOCK_O)
         wanted = column < D
@@ -186,7 +187,7 @@ def _work(
     BLOCK_U: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr, Q_LINES: tl.constexpr,
     FF_LINES: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """spread: programs that attention rows are cut up for; the last of a row's programs puts it together."""
+    """spread: number of programs for which attention rows are split; the last of a row's parts combines them."""
     after_previous(OVERLAP)
     working = count(active, batch, ALL, BLOCK_B)
     if working > 0:
@@ -194,7 +195,7 @@ def _work(
         Q: tl.constexpr = HEADS * WIDTH
         GATED: tl.constexpr = ACTIVATION >= 2
         program, programs = tl.program_id(0), tl.num_programs(0)
-        if FETCH:  # all weights of the block are under way while its steps wait for each other
+        if FETCH:  # load all weights of the block while its steps wait for each other
             fetch(query, program * BLOCK_Q, Q, BLOCK_Q, D, BLOCK_Q * LINES)
             fetch(w_out, program * BLOCK_O, D, BLOCK_O, Q, BLOCK_O * Q_LINES)
             fetch(up, program * BLOCK_U, FF, BLOCK_U, D, BLOCK_U * LINES)
@@ -311,7 +312,7 @@ def _block(
 
 
 def kernel(h, x, layer, columns, active, weights: BlockWeights, gate, rotation) -> Tensor:
-    """As `reference`, without asking the host how many tokens are active."""
+    """As `reference`, without host synchronisation."""
     check_kernel(h, layer.keys.shape[3])
     h = h.contiguous()
     given = [w.contiguous() if isinstance(w, Tensor) else w for w in weights[:-1]]

@@ -7,7 +7,7 @@ from tokendepth.ops.sparse_block import BlockWeights
 
 
 def reference(h, x, layer, columns, active, weights: BlockWeights, gate, rotation) -> Tensor:
-    """One token after the other, written as the definition reads."""
+    """One token after another, straight from the definition."""
     w, heads = weights, weights.heads
     q = turned(rms(linear(x, w.query, w.query_bias).unflatten(-1, (heads, -1)), w.query_norm, w.query_eps), rotation)
     group = heads // layer.keys.shape[1]

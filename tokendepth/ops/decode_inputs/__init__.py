@@ -1,6 +1,6 @@
-"""Of one more token for each slot of a cache: norm, key and value, written to the cache, and the router's decision.
+"""`block_inputs` for a decoding step, one new token per cache slot: norm, key and value, and the router's decision.
 
-As `block_inputs`, which has no cache. The rest of the block is `decode_block`.
+Keys and values are written to the cache. The rest of the block is `decode_block`.
 """
 
 from typing import NamedTuple
@@ -14,12 +14,13 @@ from tokendepth.ops.sparse_block import Rotation
 __all__ = ["CacheLayer", "KeyWeights", "Unwritten", "decode_inputs"]
 
 FEW_ROWS = 1
-"""Up to so many slots this kernel makes keys and values, and another does the whole block; for more, `decode_many` is
-faster: 18 and 30 us a block for one slot, 50 and 37 for two (H200, d 1,024, 0.4 active)."""
+"""Up to this many slots, this kernel computes keys and values, and one more kernel the rest of the block; for more,
+`decode_many` is faster. Time per block: 18 against 30 us for one slot, 50 against 37 for two (H200, d 1,024, 0.4
+active)."""
 
 
 class KeyWeights(NamedTuple):
-    """Of keys and values: the keys' rows, then those of the values."""
+    """Projection of keys and values: the rows of the keys, then those of the values."""
 
     heads: int
     weight: Tensor
@@ -29,29 +30,29 @@ class KeyWeights(NamedTuple):
     """The scale of an RMSNorm of each head's key."""
     eps: float = 0.0
     joined: Tensor | None = None
-    """The rows of the queries, then those of `weight`: one product makes all of them."""
+    """The rows of the queries, then those of `weight`, so that one product computes all."""
 
 
 class CacheLayer(NamedTuple):
     """One layer of a cache."""
 
     keys: Tensor
-    """`[slot, kv head, column, width]`, as are the values."""
+    """`[slot, kv head, column, width]`, like the values."""
     values: Tensor
     seen: Tensor
-    """`[slot, column]`, False where a key must not be seen."""
+    """`[slot, column]`, False for keys that must not be attended to."""
     window: int
     """Columns that may be attended to."""
 
 
 class Unwritten(NamedTuple):
-    """Keys and values of many slots, which `decode_block` makes in one product with the queries."""
+    """Keys and values for many slots, which `decode_block` computes in one product with the queries."""
 
     keys: KeyWeights
     writes: Tensor
-    """`[slot, 1]`, columns."""
+    """`[slot, 1]`: the columns to write to."""
     among: Tensor | None
-    """`[slot, 1]`, whose are made; None: everybody's."""
+    """`[slot, 1]`: the tokens whose keys and values are computed; None: all."""
 
 
 def decode_inputs(
@@ -67,11 +68,11 @@ def decode_inputs(
     threshold: Threshold | None = None,
     backend: str = "auto",
 ) -> BlockInputs:
-    """h: `[slots, 1, d]`. Writes keys and values to the columns `writes` `[slots, 1]` of `layer`, and returns the rest.
+    """h: `[slots, 1, d]`. Writes keys and values to the columns `writes` `[slots, 1]` of `layer` and returns the rest.
 
-    leaving: `[slots, 1]`, whose key others may see; None: everybody's. active: `[slots, 1]`, whose key, value and norm
-    are computed at all; None: everybody's. A router comes with the threshold of its decision. Of more than a few slots
-    the kernel leaves keys and values to `decode_block`, which has to be given what is `unwritten`.
+    leaving: `[slots, 1]`, the tokens whose keys others may attend to; None: all. active: `[slots, 1]`, the tokens whose
+    norm, key and value are computed at all; None: all. A router needs the threshold of its decision. For more than a
+    few slots, the kernel defers keys and values to `decode_block`, to which the returned `unwritten` must be passed.
     """
     assert (router is None) == (threshold is None), "a router decides by a threshold"
     if backend == "auto":

@@ -10,7 +10,7 @@ from tokendepth.ops.router import halting_logits
 
 
 def eager(h, norm, keys, layer, writes, rotation, leaving, active, router, threshold) -> BlockInputs:
-    """As `reference`, of one sequence on a CPU, by library calls."""
+    """As `reference`, for one sequence on a CPU, with library calls."""
     column = int(writes)
     layer.seen[0, column] = True if leaving is None else bool(leaving)
     if active is not None and not active.item():
@@ -28,7 +28,7 @@ def eager(h, norm, keys, layer, writes, rotation, leaving, active, router, thres
 
 
 def turned(x: Tensor, scale: Tensor | None, eps: float, rotation) -> Tensor:
-    """`[head, ..., width]`, normalised and turned by the token's position."""
+    """`[head, ..., width]`, normalised and rotated by the token's position."""
     if scale is not None:
         x = F.rms_norm(x, x.shape[-1:], scale, eps)
     if rotation is None:

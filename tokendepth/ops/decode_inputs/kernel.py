@@ -1,6 +1,7 @@
-"""One kernel. Its first programs run the router, the others make keys and values; all of them normalise their rows
-themselves. The last of the router's programs to end adds up what they found, and decides. Of many slots a product of
-the library makes keys and values afterwards, whose weights those others fetch.
+"""One kernel. Its first programs run the router, the others compute keys and values; each normalises its own rows.
+
+The last of the router's programs to finish sums up their results and decides. For many slots, a later product computes
+keys and values, and the other programs only fetch its weights.
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
@@ -35,11 +36,11 @@ from tokendepth.ops.launch import check_kernel
 from tokendepth.ops.launch.kernel import after_previous, let_next_begin, overlapped
 
 PAIRS, UNITS = 8, 16
-"""Pairs of a key's numbers that a program takes of one token alone, and hidden units of the router."""
+"""Per program: pairs of a key's elements, for a single token, and hidden units of the router."""
 LARGEST_TILE = 2**15
 """Weights that a program holds at once."""
 PIECES = 4096
-"""Of 32 bytes, of weights of the next product, that a program fetches."""
+"""Pieces of 32 bytes, of the next product's weights, that a program fetches."""
 
 
 @triton.jit
@@ -76,25 +77,25 @@ def _enter(
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_U: tl.constexpr,
     BLOCK_R: tl.constexpr, LINES: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, m) is for the m-th block of rows: the first tiles make BLOCK_U of the router's UNITS hidden units
-    each, the others pairs of a key or a value. Where it makes none of them, they fetch ROWS of the NEXT rows of `w`
-    each, and the first of them has the norm to write.
+    """Program (tile, m) handles the m-th block of rows. The first tiles compute BLOCK_U of the router's UNITS hidden
+    units each, the others pairs of a key or a value. Without MAKES, each of the others fetches ROWS of the NEXT rows of
+    `w` instead. The first of them also writes the norm.
 
-    A pair is what rotary positions turn: number i of a head and number i + HALF. turns: rows of cosines and sines from
-    one slot to the next, 0 where all share them.
+    A pair is what rotary positions rotate: elements i and i + HALF of a head. turns: stride of cosines and sines from
+    one slot to the next, 0 if all slots share them.
     """
     ROUTING: tl.constexpr = (UNITS + BLOCK_U - 1) // BLOCK_U
     PARTS: tl.constexpr = (HALF + BLOCK_P - 1) // BLOCK_P
     WIDTH: tl.constexpr = 2 * HALF
     tile = tl.program_id(0) - ROUTING
-    if FETCH and ALL:  # needed whatever the previous kernel finds
+    if FETCH and ALL:  # needed regardless of the previous kernel's result
         if tile < 0:
             fetch(w1, tl.program_id(0) * BLOCK_U, UNITS, BLOCK_U, D, BLOCK_U * LINES)
         elif MAKES:
             begin = tile // PARTS * WIDTH + tile % PARTS * BLOCK_P
             fetch(w, begin, 2 * HEADS * WIDTH, BLOCK_P, D, BLOCK_P * LINES)
             fetch(w, begin + HALF, 2 * HEADS * WIDTH, BLOCK_P, D, BLOCK_P * LINES)
-    if FETCH and not MAKES:  # noqa: SIM102 - compiled only where it holds
+    if FETCH and not MAKES:  # noqa: SIM102 - constexpr: compiled only if true
         if (tile >= 0) & (tl.program_id(1) == 0):
             fetch(w, tile * ROWS, NEXT, ROWS, D, ROWS * LINES)
     after_previous(OVERLAP)
@@ -159,11 +160,11 @@ def _enter(
             others = (tl.load(leaving + slot, here, 0) != 0).to(tl.int32)
         flag_at = slot.to(tl.int64) * seen_stride + tl.load(writes + slot, here, 0)
         tl.store(seen + flag_at, others.to(tl.uint8), here)
-    if ROUTING > 0:  # noqa: SIM102 - compiled only where it holds
+    if ROUTING > 0:  # noqa: SIM102 - constexpr: compiled only if true
         if tile < 0:
-            tl.debug_barrier()  # all threads have stored before one says so
+            tl.debug_barrier()  # all threads store before the counter is incremented
             if tl.atomic_add(arrived, 1, sem="acq_rel") == ROUTING * tl.num_programs(1) - 1:
-                tl.store(arrived, 0)  # for the next kernel
+                tl.store(arrived, 0)  # reset for the next kernel
                 program = tl.arange(0, BLOCK_R)
                 made = (program < ROUTING)[:, None] & here[None, :]
                 parts = tl.load(partial + program[:, None] * batch + slot[None, :], made, 0.0, cache_modifier=".cg")
@@ -235,7 +236,7 @@ def _(h, norm, norm_bias, eps, heads, w, b, head_norm, head_eps, keys, values, s
 
 
 def without_keys(h, norm, keys, layer, writes, rotation, leaving, active, router, threshold) -> BlockInputs:
-    """As `kernel`, but the cache gets the flags of keys alone."""
+    """As `kernel`, but only the flags of keys are written to the cache; keys and values remain `unwritten`."""
     weights, rest = KeyWeights(keys.heads, keys.joined), (leaving, active, router, threshold)
     made = kernel(h, norm, weights, layer, writes, None, *rest, makes=False)
     return made._replace(unwritten=Unwritten(keys, writes, active))
@@ -244,7 +245,7 @@ def without_keys(h, norm, keys, layer, writes, rotation, leaving, active, router
 def kernel(
     h, norm, keys, layer, writes, rotation, leaving, active, router, threshold, *, makes: bool = True
 ) -> BlockInputs:
-    """As `reference`; rows of x that are not `active` are not written."""
+    """As `reference`; inactive rows of x are not written."""
     check_kernel(h, layer.keys.shape[3])
     cos, sin = rotation or (None, None)
     limit = (None, 0.0) if threshold is None else tensor_or_number(threshold.value)

@@ -7,7 +7,7 @@ from tokendepth.ops.decide import decide
 
 
 def reference(h, norm, keys, layer, writes, rotation, leaving, active, router, threshold) -> BlockInputs:
-    """Everybody's norm, key and value; what is not `active` is discarded."""
+    """Computes norm, key and value of all tokens and discards those of inactive ones."""
     x, kv, logit = block_inputs(h, norm, keys.weight, keys.bias, router)
     k, v = (part.unflatten(-1, (keys.heads, -1)) for part in kv.chunk(2, dim=-1))
     k = turned(rms(k, keys.norm, keys.eps), rotation)
@@ -27,7 +27,7 @@ def rms(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
 
 
 def turned(x: Tensor, rotation) -> Tensor:
-    """`[slot, 1, head, width]`, the pairs (i, i + width / 2) of each head turned by its token's position."""
+    """`[slot, 1, head, width]`, the pairs (i, i + width / 2) of each head rotated by the token's position."""
     if rotation is None:
         return x
     cos, sin = (part[:, :, None] for part in rotation)

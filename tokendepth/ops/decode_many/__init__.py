@@ -1,1 +1,1 @@
-"""`decode_block` for more than a few slots, where nearly every block has an active token and its weights are read."""
+"""`decode_block` for more than a few slots: nearly every block has an active token, so all weights are read."""

@@ -1,9 +1,8 @@
-"""The block of one more token for each of several slots, of which those that are not active read no keys and values.
+"""A block in a decoding step with several slots. Inactive slots read no keys and values.
 
-Their rows of the products are computed and not used, so what goes into them may be anything. Up to 16 slots the
-products are kernels of our own (`slot_products`); beyond that they are the library's, with three kernels between them
-that leave out the rows that are not active. While a kernel has little to do, spare programs bring the weights of the
-next product into the L2 cache.
+Their rows in the products are computed but not used, so their inputs may be anything. Up to 16 slots the products are
+custom kernels (`slot_products`); beyond that they are the library's, with three kernels between them that skip inactive
+rows. While a kernel has little to do, spare programs prefetch the weights of the next product into the L2 cache.
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
@@ -26,9 +25,9 @@ from tokendepth.ops.sparse_block import BlockWeights
 
 ADD, ACTIVATE = {"num_warps": 4}, {"num_warps": 4}
 UNITS = 1024
-"""Hidden units of a token that a program takes."""
+"""Hidden units of a token per program."""
 PIECES = 2048
-"""Of 32 bytes, of weights, that a spare program fetches."""
+"""Pieces of 32 bytes, of weights, that a spare program fetches."""
 
 
 @triton.jit
@@ -45,9 +44,9 @@ def _add(
     D: tl.constexpr, UP: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """An active row's first update, and the second norm of it; spare programs fetch `up`.
+    """The first update of an active row, and the second norm; spare programs fetch `up`.
 
-    The bias of the second update is added here, after the norm: its product is added by the library, to every row.
+    The bias of the second update is added here, after the norm, because the library's product adds to every row.
     """
     slot = tl.program_id(0)
     if slot >= batch:
@@ -80,7 +79,7 @@ def _activate(
     ALL: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr,
     FF: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Hidden units times the token's gate; 0 where it is not active. Programs beyond `tiles` fetch `down`."""
+    """Hidden units times the token's gate; 0 for inactive tokens. Programs beyond `tiles` fetch `down`."""
     PER_ROW: tl.constexpr = (FF + UNITS - 1) // UNITS
     tile = tl.program_id(0)
     if tile >= tiles:
@@ -108,14 +107,14 @@ def _activate(
 
 
 def _spare(w: Tensor) -> tuple[int, dict[str, int]]:
-    """Programs that fetch a matrix, and the sizes that each of them takes; on a CPU there is nothing to fetch."""
+    """The number of programs that fetch a matrix, and the sizes of their shares; on a CPU there is nothing to fetch."""
     lines = lines_of(w.shape[1])
     rows = max(1, PIECES // lines)
     return triton.cdiv(len(w), rows) if w.is_cuda else 0, {"ROWS": rows, "LINES": rows * lines}
 
 
 def add(h: Tensor, update: Tensor, active: Tensor | None, gate: Tensor | None, w: BlockWeights) -> Tensor:
-    """Adds to the active rows of h `[slot, d]`, and returns their second norm; the other rows are not written."""
+    """Adds the update to the active rows of h `[slot, d]` and returns their second norm; other rows are not written."""
     (batch, d), normed, (spare, sizes) = h.shape, torch.empty_like(h), _spare(w.up)
     _add[(batch + spare,)](
         h, update, h if w.out_bias is None else w.out_bias, h if w.down_bias is None else w.down_bias,
@@ -128,7 +127,7 @@ def add(h: Tensor, update: Tensor, active: Tensor | None, gate: Tensor | None, w
 
 
 def activate(made: Tensor, active: Tensor | None, gate: Tensor | None, w: BlockWeights) -> Tensor:
-    """`[slot, d_ff]`, scaled by the gate; 0 where a row is not active."""
+    """`[slot, d_ff]`, scaled by the gate; 0 for inactive rows."""
     batch, (d, ff), (spare, sizes) = len(made), w.down.shape, _spare(w.down)
     units = min(UNITS, triton.next_power_of_2(ff))
     hidden, tiles = made.new_empty(batch, ff), batch * triton.cdiv(ff, units)
@@ -170,11 +169,11 @@ def _block(
             attended = attend(qkv, cached, columns, active, w, rotation, new)
             normed = add(state, torch.mm(attended, w_out.t()), active, gate, w)
             hidden = activate(torch.mm(normed, up.t()), active, gate, w)
-            state.addmm_(hidden, down.t())  # what is 0 changes nothing
+            state.addmm_(hidden, down.t())  # hidden is 0 in inactive rows, so they do not change
 
 
 def kernel(h, x, layer, columns, active, weights: BlockWeights, gate, rotation, new: Unwritten) -> Tensor:
-    """As `decode_block`'s `reference`, without asking the host how many tokens are active."""
+    """As the `reference` of `decode_block`, without host synchronisation."""
     check_kernel(h, layer.keys.shape[3])
     h = h.contiguous()
     given = [w.contiguous() if isinstance(w, Tensor) else w for w in weights[:-1]]

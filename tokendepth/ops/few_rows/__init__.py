@@ -1,1 +1,1 @@
-"""A few rows of tokens times whole matrices, as fast as memory delivers those: parts of kernels, and on a CPU."""
+"""Products of a few rows with whole matrices, at memory bandwidth: building blocks for kernels, and a CPU version."""

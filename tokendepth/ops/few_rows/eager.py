@@ -1,11 +1,12 @@
-"""A few rows of tokens times a matrix, on a CPU.
+"""Products of a few rows with a matrix, on a CPU.
 
-The library multiplies one row on one core, and a few rows on little more. Cut into as many pieces as there are threads,
-the matrix is a batch of smaller ones, which keeps all cores reading: two are 1.2 to 2 times as fast with up to 32 rows.
+The library multiplies one row on one core, and a few rows on little more. Split into one piece per thread, the matrix
+is a batch of smaller ones, which keeps all cores reading. With up to 32 rows, this is 1.2 to 2 times as fast on two
+cores.
 
-For several rows it also rearranges the whole matrix first, at every product. Whoever multiplies by the same matrices
-again and again keeps them rearranged, in `PackedMatrices`: beside pieces, 1.4 to 1.8 times as fast with one row and 2
-to 3 times with several, where a matrix has more than 300,000 numbers.
+For several rows the library also repacks the whole matrix at every product. If the same matrices are used repeatedly,
+`PackedMatrices` keeps packed copies: compared with pieces, 1.4 to 1.8 times as fast for one row and 2 to 3 times for
+several, for matrices with more than 300,000 elements.
 """
 
 from collections import Counter
@@ -19,28 +20,28 @@ from torch import Tensor
 
 MOST_ROWS = 32
 SMALLEST = 2**16
-"""Numbers in a matrix that is worth the cutting."""
+"""Elements from which splitting a matrix pays off."""
 PATIENCE = 8
-"""Products with a matrix before it is packed, which takes as long as some ten of them gain."""
+"""Products with a matrix before it is packed. Packing takes as long as about ten products save."""
 
 
 class PackedMatrices:
-    """Copies of matrices, rearranged for products with a few rows; each is made once it has been needed some times.
+    """Copies of matrices, packed for products with a few rows; each is made after its first few uses.
 
-    A matrix that was changed in place is packed again, unless it was changed through `.data`, which leaves no trace.
+    If a matrix is changed in place, it is packed again. Changes through `.data` cannot be detected.
     """
 
     def __init__(self, matrices: Iterable[Tensor]) -> None:
         if not torch.backends.mkldnn.is_available():
             matrices = ()
-        self._matrices = [matrix.detach() for matrix in matrices]  # kept: no other tensor can get one's address
+        self._matrices = [matrix.detach() for matrix in matrices]  # kept, so that their addresses stay unique
         self._storages = {matrix.untyped_storage().data_ptr() for matrix in self._matrices}
         self._needed: Counter[tuple[int, torch.Size]] = Counter()
         self._packed: dict[tuple[int, torch.Size], tuple[int, Tensor]] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """`linear` uses them, in this thread."""
+        """In this context, `linear` uses the packed copies (in this thread only)."""
         before = _used.set(self)
         try:
             yield
@@ -48,7 +49,7 @@ class PackedMatrices:
             _used.reset(before)
 
     def of(self, matrix: Tensor) -> Tensor | None:
-        """`matrix`, which may be some rows of one of them, as the library wants it; None where it is not packed."""
+        """The packed copy of `matrix`, which may be some rows of one of the matrices; None if it is not packed."""
         key = matrix.data_ptr(), matrix.shape
         if key in self._packed:
             version, packed = self._packed[key]
@@ -68,7 +69,7 @@ _used: ContextVar[PackedMatrices | None] = ContextVar("packed matrices", default
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `F.linear`, to rounding."""
+    """As `F.linear`, up to rounding."""
     rows = _few_rows(x, weight)
     if not rows:
         return F.linear(x, weight, bias)
@@ -87,7 +88,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _few_rows(x: Tensor, weight: Tensor) -> int:
-    """How many rows `x` has; 0 where the library is to have the product as it is."""
+    """The number of rows of `x`; 0 if the product should go to the library unchanged."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.device.type != "cpu":
         return 0
     if x.dtype != torch.float32 or weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
@@ -95,6 +96,6 @@ def _few_rows(x: Tensor, weight: Tensor) -> int:
     if weight.numel() < SMALLEST or not weight.is_contiguous():
         return 0
     rows = x.numel() // x.shape[-1]
-    if isinstance(rows, torch.SymInt) or rows > MOST_ROWS:  # a shape without a number has no few rows
+    if isinstance(rows, torch.SymInt) or rows > MOST_ROWS:  # symbolic or too many
         return 0
     return rows

@@ -1,6 +1,6 @@
-"""A few rows of tokens times matrices. `row` is an active token's index among the active ones, `place` its slot.
+"""Products of a few rows with matrices. `row` is an active token's index among the active ones, `place` its slot.
 
-One token alone (BLOCK_M = 1) is multiplied without tensor cores, so that all of its weights can be under way at once.
+A single token (BLOCK_M = 1) is multiplied without tensor cores, so that all of its weights can be in flight at once.
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A piece of a row of weights costs a wait for memory, so pieces are as long as registers and shared memory allow.
-# BLOCK_D: the same where a norm is taken first; a row that is one piece is read once.
+# Each piece of a weight row costs one memory latency, so pieces are as long as registers and shared memory allow.
+# BLOCK_D is the length if the input is normalised first; a row that fits in one piece is read once.
 ALONE = {"BLOCK_M": 1, "BLOCK_D": 1024, "BLOCK_K": 1024, "num_warps": 8}
 FEW = {"BLOCK_M": 16, "BLOCK_D": 1024, "BLOCK_K": 512, "num_warps": 8, "num_stages": 2}
 FEWEST_COLUMNS, MOST_COLUMNS = 16, 32
-"""Rows of a matrix that a program takes at once; of one token alone as few as there are for each program."""
+"""Matrix rows that a program takes at once; for a single token as few as one."""
 
 
 # --- rows of tokens ---------------------------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ FEWEST_COLUMNS, MOST_COLUMNS = 16, 32
 
 @triton.jit
 def rows(active, first, batch, ALL: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Places of the active rows from `first` on, whether there is such a row, and the number of all."""
+    """Places of the active rows from `first` on, whether each row exists, and the number of active rows."""
     row = first + tl.arange(0, BLOCK_M)
     if ALL:
         place, count = row, batch
@@ -66,14 +66,14 @@ def count(active, batch, ALL: tl.constexpr, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def numbers(x, at, there, k, K: tl.constexpr):
-    """`[row, k]` of `x` in float32. Another program may just have written it, so not from a cache of one's own."""
+    """`[row, k]` of `x` in float32. Bypasses the L1 cache, since another program may just have written it."""
     inside = there[:, None] & (k < K)[None, :]
     return tl.load(x + at[:, None] + k[None, :], inside, 0.0, cache_modifier=".cg").to(tl.float32)
 
 
 @triton.jit
 def statistics(value, known, RMS: tl.constexpr, K: tl.constexpr):
-    """Mean (of an RMSNorm: 0) and mean square of what is left, of rows that are held whole."""
+    """Mean (0 for an RMSNorm) and variance around it, for rows that are held whole."""
     mean = tl.sum(value, 1) * (0.0 if RMS else 1.0 / K)
     left = tl.where(known, value - mean[:, None], 0.0)
     return mean, tl.sum(left * left, 1) / K
@@ -110,9 +110,9 @@ def product(
     NORM: tl.constexpr, SCALED: tl.constexpr, RMS: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """`[row, column]` of x w^T in float32, for rows of x that begin at `at`; normalised first where NORM.
+    """`[row, column]` of x w^T in float32, for rows of x that begin at `at`; with NORM they are normalised first.
 
-    Weights are asked for before the states that they are multiplied by.
+    Weights are loaded before the states that they are multiplied by.
     """
     w_at = w + column.to(tl.int64)[:, None] * K
     SHIFTED: tl.constexpr = SCALED and not RMS
@@ -120,7 +120,7 @@ def product(
         mean, square = statistics_in_pieces(x, at, there, RMS, K, BLOCK_M, BLOCK_K)
     if BLOCK_M == 1:
         sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        for start in tl.static_range(0, K, BLOCK_K):  # unrolled, so that all weights are under way together
+        for start in tl.static_range(0, K, BLOCK_K):  # unrolled, so that all weights are in flight together
             k = start + tl.arange(0, BLOCK_K)
             w_tile = tl.load(w_at + k[None, :], wanted[:, None] & (k < K)[None, :], 0.0)
             value = numbers(x, at, there, k, K)
@@ -145,7 +145,7 @@ def product(
             if NORM:
                 value = numbers(x, at, there, k, K)
                 x_tile = normalised(value, k, mean, square, eps, scale, shift, SCALED, SHIFTED, K).to(w_tile.dtype)
-            else:  # as it is, so that the next piece can be loaded meanwhile
+            else:  # not converted, so that the next piece can be loaded meanwhile
                 inside = there[:, None] & (k < K)[None, :]
                 x_tile = tl.load(x + at[:, None] + k[None, :], inside, 0.0, cache_modifier=".cg")
             found = tl.dot(x_tile, tl.trans(w_tile), found, input_precision="ieee")
@@ -154,9 +154,9 @@ def product(
 
 @triton.jit
 def fetch(w, first, rows, ROWS: tl.constexpr, K: tl.constexpr, LINES: tl.constexpr):
-    """Bring rows `first` to `first + ROWS` of a matrix of `rows` rows into the L2 cache, and do not wait for them.
+    """Prefetch rows `first` to `first + ROWS` of a matrix with `rows` rows into the L2 cache, without waiting.
 
-    LINES: as many pieces of 32 bytes, of numbers of two bytes, as there are at least.
+    LINES: number of pieces of 32 bytes (elements of two bytes), rounded up.
     """
     offset = tl.minimum(tl.arange(0, LINES) * 16, ROWS * K - 1)
     offset = tl.minimum(first.to(tl.int64) * K + offset, rows * K - 1)
@@ -171,21 +171,22 @@ def fetch(w, first, rows, ROWS: tl.constexpr, K: tl.constexpr, LINES: tl.constex
 
 @cache
 def programs_at_once(device: torch.device) -> int:
-    """One a multiprocessor; Triton's interpreter runs one after the other, so there is only one."""
+    """One per multiprocessor. Triton's interpreter runs programs one after another, so there it is one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @cache
 def counters(device: torch.device, programs: int) -> tuple[Tensor, Tensor]:
-    """Where all programs meet, and where those of a row do: kernels leave both ready for the next.
+    """Counters for the barrier of all programs and for those of a row; kernels leave them ready for the next kernel.
 
-    So a device decodes one pass at a time. Made before a graph is captured: whoever captures runs the pass first.
+    They are shared, so a device can run only one decoding step at a time. They must exist before a CUDA graph is
+    captured, so the step is run once before the capture.
     """
     return torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2**16, dtype=torch.int32, device=device)
 
 
 def launch(h: Tensor) -> dict[str, int]:
-    """Sizes for tokens `h` `[slots, 1, d]`."""
+    """Block sizes for tokens `h` `[slots, 1, d]`."""
     chosen, most = ALONE if len(h) == 1 else FEW, max(16, triton.next_power_of_2(h.shape[-1]))
     return {**chosen, "BLOCK_D": min(chosen["BLOCK_D"], most), "BLOCK_K": min(chosen["BLOCK_K"], most)}
 
@@ -197,7 +198,7 @@ def columns_of(count: int, programs: int, rows: int, matrices: int = 1) -> int:
 
 
 def lines_of(k: int) -> int:
-    """Pieces of 32 bytes of a row of `k` numbers."""
+    """Pieces of 32 bytes in a row of `k` elements."""
     return triton.next_power_of_2(triton.cdiv(k, 16))
 
 

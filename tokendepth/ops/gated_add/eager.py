@@ -3,7 +3,7 @@ from torch import Tensor
 
 
 class _GatedAdd(torch.autograd.Function):
-    """With its own backward: autograd's would write `grad * update` to memory before summing it, twice."""
+    """With its own backward, because autograd's would write `grad * update` to memory before summing it, twice."""
 
     @staticmethod
     def forward(ctx, h: Tensor, update: Tensor, gate: Tensor) -> Tensor:
@@ -14,7 +14,7 @@ class _GatedAdd(torch.autograd.Function):
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (grad,) = grads
         update, gate = ctx.saved_tensors
-        # A compiler fuses the sum; in eager CPU code a dot product is faster.
+        # torch.compile fuses the sum; in eager CPU code a dot product is faster.
         fused = grad.is_cuda or update.dtype != grad.dtype
         grad_gate = (grad * update).sum(-1) if fused else torch.einsum("...d,...d->...", grad, update)
         return grad, (grad * gate[..., None]).to(update.dtype), grad_gate

@@ -1,4 +1,4 @@
-"""Where kernels run and how they are launched; each op chooses between its variants."""
+"""Which inputs kernels support and how they are launched; each op chooses between its variants."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -8,13 +8,13 @@ from torch import Tensor
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 4096
-"""Up to this many rows do not fill a GPU: kernels use smaller tiles, so that every multiprocessor gets one."""
+"""Up to this many rows do not fill a GPU. Kernels then use smaller tiles, so that every multiprocessor gets one."""
 
 LARGEST_TILE = 256
 """Up to this d (a power of two) a row fits in one tile, which saves passes over it."""
 
 NARROWEST_HEAD = 16
-"""Heads of 8 numbers, padded to the 16 that tensor cores take, come out wrong on an H200 (Triton 3.6)."""
+"""Heads of width 8, padded to the 16 that tensor cores need, give wrong results on an H200 (Triton 3.6)."""
 
 
 def fits_one_tile(d: int) -> bool:
@@ -29,11 +29,9 @@ def serves(h: Tensor) -> bool:
 
 def check_kernel(h: Tensor, width: int = NARROWEST_HEAD) -> None:
     if width < NARROWEST_HEAD:
-        raise ValueError(
-            f"backend 'kernel' is for heads of at least {NARROWEST_HEAD} numbers, not {width}; take 'eager'"
-        )
+        raise ValueError(f"backend 'kernel' is for heads of width {NARROWEST_HEAD} or more, not {width}; use 'eager'")
     if h.is_cuda and h.dtype not in LOW_PRECISION:
-        raise ValueError(f"backend 'kernel' is for bfloat16 and float16 on a GPU, not {h.dtype}; take 'eager'")
+        raise ValueError(f"backend 'kernel' is for bfloat16 and float16 on a GPU, not {h.dtype}; use 'eager'")
 
 
 def unknown_backend(name: str, known: tuple[str, ...] = ("auto", "reference", "eager", "kernel")) -> ValueError:
@@ -49,11 +47,11 @@ def _find_triton() -> bool:
     return find_spec("triton") is not None
 
 
-# As torch.compiler.assume_constant_result, without importing all of dynamo. Dynamo can trace neither functools.cache
-# nor, in torch 2.11, find_spec.
+# As torch.compiler.assume_constant_result, but without importing dynamo, which can trace neither functools.cache nor,
+# in torch 2.11, find_spec.
 vars(has_triton)["_dynamo_marked_constant"] = True
 
 
 def compiles_inference() -> bool:
-    """Whether this is being compiled without a gradient: only then may ops be opaque and weights constants."""
+    """Whether torch.compile is tracing without a gradient: only then may ops be opaque and weights constant."""
     return torch.compiler.is_compiling() and not torch.is_grad_enabled()

@@ -1,7 +1,7 @@
-"""One program has a tile of rows of one head of one sequence and goes over the tiles of its keys.
+"""Each program handles a tile of rows, for one head of one sequence, and loops over tiles of keys.
 
-Half of a head is turned with the other half, so that queries and keys are two tiles each. Keys are normed and turned
-anew for every tile of rows that sees them, which is cheaper than writing them down while sequences are short.
+The two halves of a head are rotated with each other, so queries and keys are two tiles each. Keys are normalised and
+rotated again for every tile of rows that sees them, which for short sequences is cheaper than writing them to memory.
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
@@ -23,7 +23,7 @@ def _halves(
     rows, row, there, scale, cos, sin, eps,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of a head of some rows, normed and turned, in float32."""
+    """Both halves of a head for some rows, normalised and rotated, in float32."""
     unit = tl.arange(0, BLOCK_H)
     known = there[:, None] & (unit < HALF)[None, :]
     at = row.to(tl.int64)[:, None] * STRIDE + unit[None, :]
@@ -76,7 +76,7 @@ def _attention(
             scores = tl.dot(q_first, tl.trans(k_first.to(qkv.dtype.element_ty)), input_precision="ieee")
             scores = tl.dot(q_second, tl.trans(k_second.to(qkv.dtype.element_ty)), scores, input_precision="ieee")
             scores = tl.where(row[None, :] <= own[:, None], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))  # finite: the first tile has a key that every row sees
+            new_top = tl.maximum(top, tl.max(scores, 1))  # finite: every row sees a key in the first tile
             p = tl.exp2(scores - new_top[:, None])
             fade = tl.exp2(top - new_top)
             value_at = row.to(tl.int64)[:, None] * STRIDE + unit[None, :]
@@ -105,9 +105,9 @@ def qkv_attention(
 ) -> Tensor:
     """qkv: `[n, (heads + 2 x kv heads) x width]`, rows of all sequences, concatenated -> `[n, heads x width]`.
 
-    starts: `[batch + 1]`, int32, where the rows of each sequence begin, and n. What a sequence has beyond `longest`
-    rows is not written. scale_q, scale_k, eps: of the norms of queries and keys, if they are normed. cos, sin:
-    `[n, width / 2]`, if they are turned.
+    starts: `[batch + 1]`, int32, where the rows of each sequence begin, and n. Rows of a sequence beyond `longest` are
+    not written. scale_q, scale_k, eps: for the norms of queries and keys, None if there are none. cos, sin:
+    `[n, width / 2]`, None without rotation.
     """
     width = qkv.shape[1] // (heads + 2 * kv_heads)
     check_kernel(qkv, width // 2)

@@ -1,4 +1,4 @@
-"""The router of eq. 2, up to the sigmoid: `w2 . relu(w1 h + b1) + b2`, the halting logit of every token."""
+"""The router in eq. 2, before the sigmoid: `w2 . relu(w1 h + b1) + b2`, the halting logit of every token."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from tokendepth.ops.router.reference import reference
 
 __all__ = ["halting_logits"]
 
-# Up to these sizes `auto` takes the kernel. Above them its tiles of w1 no longer fit in registers and its backward
+# Up to these sizes `auto` uses the kernel. Above them its tiles of w1 no longer fit in registers and its backward
 # repeats the forward several times, while the library's products are large enough to be fast.
 LARGEST_HIDDEN = 128
 LARGEST_D = 512
@@ -21,8 +21,8 @@ def halting_logits(
     """h: `[..., d]`, float32 or bfloat16. w1: `[hidden, d]`, b1: `[hidden]`, w2: `[1, hidden]`, b2: `[1]`, float32.
 
     Returns `[...]` in float32. `low_precision`: bfloat16 operands in the products, summed in float32.
-    `auto` is the kernel for low precision on a GPU, up to the sizes above, and `eager` otherwise: in full
-    float32 the library is faster. A model in bfloat16 has all weights in it and no gradient.
+    `auto` is the kernel for low precision on a GPU, up to the sizes above, and `eager` otherwise, because in full
+    float32 the library is faster. A model in bfloat16 has all its weights in bfloat16 and no gradient.
     """
     low_precision = low_precision or (w1.dtype == torch.bfloat16 and not torch.is_grad_enabled())
     if backend == "auto":

@@ -6,7 +6,7 @@ from tokendepth.ops.few_rows.eager import linear
 
 
 def eager(h: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, low_precision: bool = False) -> Tensor:
-    """As `reference`, with two library products. `low_precision` is as in autocast: their results are rounded too."""
+    """As `reference`, with two library products. `low_precision` is as in autocast: results are rounded, too."""
     dtype = torch.bfloat16 if low_precision else w1.dtype
     with torch.autocast(h.device.type, enabled=False):  # the argument decides, not an outer autocast
         hidden = torch.relu(linear(h.to(dtype), w1.to(dtype), b1.to(dtype)))

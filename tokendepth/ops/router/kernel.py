@@ -1,4 +1,4 @@
-"""One kernel forward; backward two: the gradients, and the sum of the programs' shares of the weight gradients."""
+"""One kernel forward, two backward: the gradients, then the sum of the programs' shares of the weight gradients."""
 
 from typing import Any
 
@@ -9,29 +9,28 @@ from torch import Tensor
 
 from tokendepth.ops.launch.kernel import after_previous, let_next_begin, overlapped
 
-# Why these, for the case that matters: 8192 tokens, d = 256, hidden = 64, bfloat16 products, 132 multiprocessors.
-# 64 rows a program make 128 programs, one wave, and 64 is what Hopper's matrix instruction takes. All of d in one piece
-# and 8 warps: the tiles of h and w1 take 64 registers a thread each as they arrive, so that every load is under way
-# before the first is used.
+# Chosen for 8192 tokens, d = 256, hidden = 64, bfloat16 products and 132 multiprocessors. 64 rows per program give 128
+# programs, one wave, and 64 is the size of Hopper's matrix instruction. d is one piece and there are enough warps that
+# the tiles of h and w1 fit into registers as they arrive, so that every load is in flight before the first is used.
 FORWARD = {"BLOCK_N": 64, "BLOCK_D": 256, "num_warps": 4, "num_stages": 1}
 BACKWARD = {"BLOCK_N": 64, "BLOCK_D": 256, "BLOCK_K": 256, "num_warps": 8, "num_stages": 1}
-# Full float32 runs on the scalar units, which take whole operands into registers: the largest that do not spill.
+# Full float32 runs without tensor cores and holds whole operands in registers; these are the largest that do not spill.
 FORWARD_FULL = {"BLOCK_N": 32, "BLOCK_D": 32, "num_warps": 4, "num_stages": 2}
 BACKWARD_FULL = {"BLOCK_N": 16, "BLOCK_D": 128, "BLOCK_K": 32, "num_warps": 8, "num_stages": 1}
-LARGEST_TILE = 64 * 256  # of w1 and of its gradient: BLOCK_D shrinks where hidden is larger
-# Partial sums of the weights' gradients: so many sets at most. They nearly fill the chip, and with 128 the reduction
-# takes them as one tile; each set is as large as w1.
+LARGEST_TILE = 64 * 256  # of w1 and its gradient; BLOCK_D shrinks if hidden is larger
+# The largest number of partial sums of the weight gradients, each as large as w1. They nearly fill the chip, and the
+# reduction takes 128 as one tile.
 PROGRAMS = 128
 REDUCE = {"BLOCK_P": 128, "BLOCK_C": 128, "num_warps": 8}
 
 
 @triton.jit
 def _operand(matrix, row, rows, stride, column, columns, LOW: tl.constexpr):
-    """`[row, column]` of a matrix, zero outside of it, as the products take it."""
+    """`[row, column]` of a matrix, zero outside it, in the dtype of the products."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tile = tl.load(matrix + row[:, None] * stride + column[None, :], mask=inside)
-    # Not `other=0.0` in the load: Triton would then move the tile between layouts before it is rounded, at twice the
-    # traffic in shared memory.
+    # Not `other=0.0` in the load: Triton would then convert the layout before rounding, with twice the traffic in
+    # shared memory.
     return tl.where(inside, tile, 0.0).to(tl.bfloat16 if LOW else tl.float32)
 
 
@@ -51,7 +50,7 @@ def _forward(
     acc = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
     for start in range(0, D, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)
-        w_tile = _operand(w1, unit, HIDDEN, D, column, D, LOW)  # first: it is rounded while h is still loading
+        w_tile = _operand(w1, unit, HIDDEN, D, column, D, LOW)  # first, so that it is rounded while h is still loading
         h_tile = _operand(h, row, rows - first, STRIDE, column, D, LOW)
         acc = tl.dot(h_tile, tl.trans(w_tile), acc, input_precision="ieee")
     acc += bias[None, :]
@@ -66,10 +65,10 @@ def _backward(
     STRIDE: tl.constexpr, PITCH: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr, LOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j): the i-th run of `blocks` row blocks, the j-th piece of d; the forward is computed again.
+    """Program (i, j): the i-th group of `blocks` row blocks, the j-th piece of d; recomputes the forward.
 
-    Its row of `partial` is its share of the gradients of w1, b1, w2 and b2, in that order. Activations are
-    `[hidden, row]` here: so the sums over rows stay inside a thread, and one tile of h in shared memory serves two
+    Its row of `partial` is its share of the gradients for w1, b1, w2 and b2, in that order. Activations are
+    `[hidden, row]` here, so that sums over rows stay within a thread and one tile of h in shared memory serves two
     products.
     """
     piece = tl.program_id(1)
@@ -124,7 +123,7 @@ def _reduce(
     partial, grad_w1, grad_b1, grad_w2, grad_b2, programs,
     PITCH: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The sum over the rows of `partial`, always in the same order, split into the four gradients."""
+    """The sum over the rows of `partial`, in a fixed order, split into the four gradients."""
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     acc = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, programs, BLOCK_P):
@@ -144,7 +143,7 @@ _INTERPRETED = not isinstance(_forward, triton.JITFunction)  # TRITON_INTERPRET=
 
 
 def _launch(choice: dict[str, int], w1: Tensor, low_precision: bool) -> dict[str, Any]:
-    """`choice` with its block sizes fitted to the tensors, and the sizes of those."""
+    """`choice` with block sizes fitted to the tensors, and the tensors' sizes."""
     hidden, d = w1.shape
     block_h = max(16, triton.next_power_of_2(hidden))
     block_d = max(16, min(choice["BLOCK_D"], triton.next_power_of_2(d), LARGEST_TILE // block_h))
@@ -180,7 +179,7 @@ def _(h, w1, b1, w2, b2, low_precision):
 def _gradients(
     grad: Tensor, h: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, low_precision: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of h, w1, b1, w2 and b2."""
+    """The gradients for h, w1, b1, w2 and b2."""
     rows, (hidden, d) = grad.numel(), w1.shape
     grad_h, grad_w1, grad_b1, grad_w2, grad_b2 = out = _empty_gradients(h, w1)
     if not rows:
@@ -189,10 +188,10 @@ def _gradients(
     launch = _launch(BACKWARD if low_precision else BACKWARD_FULL, w1, low_precision)
     pieces = triton.cdiv(d, launch["BLOCK_D"])
     row_blocks = triton.cdiv(rows, launch["BLOCK_N"])
-    blocks = triton.cdiv(row_blocks, max(1, PROGRAMS // pieces))  # for one program, as many for each
+    blocks = triton.cdiv(row_blocks, max(1, PROGRAMS // pieces))  # per program, evenly
     programs = triton.cdiv(row_blocks, blocks)
     width = hidden * d + 2 * hidden + 1
-    pitch = -(-width // 32) * 32  # rows of whole cache lines
+    pitch = -(-width // 32) * 32  # so that rows are whole cache lines
     partial = h.new_empty((int(programs), pitch), dtype=torch.float32)
     launch |= {"STRIDE": flat.stride(0), "PITCH": pitch, "BLOCK_K": min(launch["BLOCK_K"], launch["BLOCK_D"])}
     reduce: dict[str, Any] = REDUCE | {"D": d, "HIDDEN": hidden, "PITCH": pitch}
@@ -229,11 +228,11 @@ _logits.register_autograd(_autograd, setup_context=_save)
 
 
 def kernel(h: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, low_precision: bool = False) -> Tensor:
-    """As `reference`, and nothing `[tokens, hidden]` is ever written; float32 weights and logits, any sizes.
+    """As `reference`, without writing any `[tokens, hidden]` tensor; float32 weights and logits, any sizes.
 
-    Multiply-adds per token, times two for FLOPs: forward `hidden d + hidden`; backward `3 hidden d + hidden`, of which
-    `hidden d` is the forward again (once for each piece of d: see `BACKWARD`). The same bits every time: no atomics.
-    With `low_precision` only the products with w1 have bfloat16 operands, the small sums with w2 stay in float32.
+    Multiply-adds per token (two FLOPs each): forward `hidden d + hidden`; backward `3 hidden d + hidden`, of which
+    `hidden d` recompute the forward (once for each piece of d: see `BACKWARD`). Bitwise reproducible: no atomics.
+    With `low_precision` only the products with w1 have bfloat16 operands; the small sums with w2 stay in float32.
     """
     if not (h.is_cuda or _INTERPRETED):
         raise ValueError(f"backend 'kernel' needs a GPU, or TRITON_INTERPRET=1, not a tensor on {h.device}")

@@ -6,7 +6,7 @@ def reference(h: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, low_pre
     """`w2 . relu(w1 h + b1) + b2` for every token, in the dtype of the weights.
 
     h: `[..., d]`. w1: `[hidden, d]`. b1: `[hidden]`. w2: `[1, hidden]`. b2: `[1]`. Returns `[...]`.
-    With `low_precision` what enters a matrix product is rounded to bfloat16 first; the sums are not.
+    With `low_precision` the operands of matrix products are rounded to bfloat16 first; the sums are not.
     """
 
     def operand(x: Tensor) -> Tensor:

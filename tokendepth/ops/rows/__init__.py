@@ -1,8 +1,8 @@
-"""Some of a batch's tokens as rows: listed, taken out, put back, and multiplied by a matrix.
+"""Some of a batch's tokens as rows: listed, gathered, scattered back, and multiplied by a matrix.
 
-Where the number of rows is known beforehand, as in training, `ChosenRows` takes and spreads them with its own gradient:
-the library's gradient of a gather adds rows one by one, because two might come from the same place. Here none do, so
-the gradient of taking is spreading and the reverse, and both only read by index.
+If the number of rows is known beforehand, as in training, `ChosenRows` takes and spreads them with its own gradient.
+The library's gradient of a gather adds rows one by one, because two might come from the same place. Here all places
+differ, so the gradient of taking is spreading and vice versa, and both only read by index.
 """
 
 from typing import NamedTuple
@@ -28,12 +28,12 @@ __all__ = [
 
 
 class Listed(NamedTuple):
-    """The active tokens of all sequences, one sequence after the other; only the device knows their number."""
+    """The active tokens of all sequences, one sequence after another; only the device knows their number."""
 
     places: Tensor
     """Their places in `batch x time`, int32; long enough for all tokens."""
     starts: Tensor
-    """`[batch + 1]`, int32: where each sequence's tokens begin, and their total number."""
+    """`[batch + 1]`, int32: where each sequence's tokens begin, and the total number."""
 
 
 def take(x: Tensor, places: Tensor) -> Tensor:
@@ -42,27 +42,27 @@ def take(x: Tensor, places: Tensor) -> Tensor:
 
 
 def put(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
-    """`x` `[batch, time, d]` with `values` `[n, d]` in the place of the listed rows."""
+    """`x` `[batch, time, d]` with the listed rows replaced by `values` `[n, d]`."""
     return x.flatten(0, 1).index_copy(0, places, values).view_as(x)
 
 
 def first_places(active: Tensor, listed: Listed | None, count: int) -> Tensor:
-    """As many places as `count`: those of the active tokens, as `compact` lists them, and then any."""
+    """`count` places: first those of the active tokens, in the order of `compact`, then arbitrary ones."""
     if listed is None:
         return torch.nonzero_static(active.flatten(), size=count, fill_value=0).squeeze(1)
-    return listed.places[:count].clamp(0, active.numel() - 1).long()  # what follows the active ones was never written
+    return listed.places[:count].clamp(0, active.numel() - 1).long()  # the rest of the list was never written
 
 
 def put_active(x: Tensor, active: Tensor, values: Tensor) -> Tensor:
-    """`x` `[batch, time, d]` with the first of `values` `[n, d]` in the place of the active tokens, in their order."""
+    """`x` `[batch, time, d]` with active tokens replaced, in order, by the first of `values` `[n, d]`."""
     row = (active.flatten().cumsum(0) - 1).clamp(0, len(values) - 1)
     return torch.where(active[..., None], values.index_select(0, row).view_as(x), x)
 
 
 def last_active(values: Tensor, active: Tensor) -> Tensor:
-    """`[batch, time, d]`: to each token that of `values` `[n, d]` which is of the last active token of its sequence.
+    """`[batch, time, d]`: for each token the row in `values` `[n, d]` of the last active token in its sequence.
 
-    `values` are of the active tokens, in their order, and maybe of more; tokens before the first active one get zeros.
+    `values` are those of the active tokens, in order; more may follow. Tokens before the first active one get zeros.
     """
     row = torch.where(active.cumsum(1) > 0, active.flatten().cumsum(0).view_as(active), 0).flatten()
     return F.pad(values, (0, 0, 1, 0)).index_select(0, row).view(*active.shape, -1)
@@ -114,7 +114,7 @@ class ChosenRows(NamedTuple):
         return _Take.apply(x, *self)
 
     def spread(self, values: Tensor) -> Tensor:
-        """`[n, ...] -> [tokens, ...]`, zero where no row goes."""
+        """`[n, ...] -> [tokens, ...]`, zero for tokens that are not chosen."""
         return _Spread.apply(values, *self)
 
 

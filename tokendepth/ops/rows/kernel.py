@@ -23,9 +23,9 @@ GROUP = 8  # row blocks that share weight tiles in the L2 cache
 
 @triton.jit
 def _gelu(x):
-    """With the error function as a polynomial times an exponential, accurate to 1.5e-7: the library's has branches.
+    """Computes the error function as a polynomial times an exponential, because the library's version has branches.
 
-    Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
+    Accurate to 1.5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
     """
     z = tl.abs(x) * 0.7071067811865476
     t = 1.0 / (1.0 + 0.3275911 * z)
@@ -55,10 +55,10 @@ def _linear(
 ):  # fmt: skip
     """Row r of the active ones: residual + gate * f(x w^T + bias).
 
-    ACTIVATION: f, by its place in `ACTIVATIONS`. From SWIGLU on it is gated: w has OUT rows for what f is taken of and
-    OUT more for what that is multiplied by.
-    GATHER: x is by place, else by row. RESIDUAL: 1 by row, 2 by place. SCATTER: out is by place, else by row.
-    BULK: x and w are descriptors, whose tiles the copy engine loads.
+    ACTIVATION: f, as an index into `ACTIVATIONS`. From SWIGLU on it is gated: w has OUT rows for the input of f, and
+    OUT more for its factor.
+    GATHER: x is indexed by place, otherwise by row. RESIDUAL: 1 by row, 2 by place. SCATTER: out by place, otherwise by
+    row. BULK: x and w are tensor descriptors, whose tiles the copy engine loads.
     """
     after_previous(OVERLAP)
     rows = tl.load(count)
@@ -124,7 +124,7 @@ def _has_copy_engine(x: Tensor) -> bool:
 
 def launch_linear(x, w, out, index, count, config, *, bias=None, residual=None, by_place=False, gate=None, gather=False,
                   activation=None, scatter=False) -> None:  # fmt: skip
-    """Rows of `x` by place (`gather`) or by row, times w; out by place (`scatter`) or by row."""
+    """Rows of `x`, indexed by place (`gather`) or by row, times w; out by place (`scatter`) or by row."""
     features, k = out.shape[-1], w.shape[1]
     launch = {**config, "BLOCK_K": min(config["BLOCK_K"], max(16, triton.next_power_of_2(k)))}
     launch["BLOCK_N"] = min(config["BLOCK_N"], max(16, triton.next_power_of_2(features)))

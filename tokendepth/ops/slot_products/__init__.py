@@ -1,1 +1,1 @@
-"""Products of a few slots, each with what comes before and after it: parts of `decode_many`."""
+"""Products for a few slots, each fused with what comes before and after it: parts of `decode_many`."""

@@ -1,8 +1,8 @@
-"""Products of up to `SLOTS` rows, each with what comes before and after it: two launches fewer than with the library.
+"""Products of up to `SLOTS` rows, each fused with what comes before and after it: two launches fewer than the library.
 
-Weights are cut up over programs by their rows, and long ones along the rows too: whichever part of a sum ends last puts
-the parts together. A program's warps each take a piece of the numbers that are summed over, because a tile of so few
-rows is no more than one warp's work. Before it waits for the previous kernel, it brings its weights into the L2 cache.
+Weight matrices are split over programs by rows, and long rows are split, too (split-K); the last part of a sum to
+finish combines the parts. The warps of a program each take a piece of the sum, because a tile of so few rows is work
+for only one warp. Before a program waits for the previous kernel, it prefetches its weights into the L2 cache.
 """
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
@@ -21,16 +21,16 @@ from tokendepth.ops.sparse_block import BlockWeights
 
 SLOTS = 16
 TILE = {"BLOCK_N": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 5}
-"""BLOCK_K: numbers that a warp takes at once."""
+"""BLOCK_K: elements that a warp takes at once."""
 HIDDEN = {"BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
-"""Wider: each program takes the norm of all rows."""
+"""Wider, because each program computes the norm of all rows."""
 LONGEST = 2048
-"""A sum over more numbers than that is cut into parts."""
+"""Sums over more elements than this are split into parts."""
 
 
 @triton.jit
 def _fetch_tile(w, first, begin, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, LENGTH: tl.constexpr):
-    """Brings `BLOCK_N` rows of w, `LENGTH` numbers each, into the L2 cache, in pieces of 64 bytes."""
+    """Prefetches `BLOCK_N` rows of w, `LENGTH` elements each, into the L2 cache, in pieces of 64 bytes."""
     row, piece = first + tl.arange(0, BLOCK_N), begin + 32 * tl.arange(0, LENGTH // 32)
     at = tl.minimum(row, N - 1).to(tl.int64)[:, None] * K + tl.minimum(piece, K - 1)[None, :]
     tl.inline_asm_elementwise(
@@ -41,7 +41,7 @@ def _fetch_tile(w, first, begin, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def _x_tile(x, there, k, K: tl.constexpr):
-    """`[warp, slot, number]`; k: `[warp, number]`."""
+    """`[warp, slot, element]`; k: `[warp, element]`."""
     slot = tl.arange(0, 16)
     inside = there[None, :, None] & (k < K)[:, None, :]
     return tl.load(x + slot[None, :, None] * K + k[:, None, :], inside, 0.0)
@@ -49,7 +49,7 @@ def _x_tile(x, there, k, K: tl.constexpr):
 
 @triton.jit
 def _w_tile(w, first, k, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr):
-    """`[warp, row, number]`"""
+    """`[warp, row, element]`"""
     row = first + tl.arange(0, BLOCK_N)
     inside = (row < N)[None, :, None] & (k < K)[:, None, :]
     return tl.load(w + row.to(tl.int64)[None, :, None] * K + k[:, None, :], inside, 0.0)
@@ -94,7 +94,7 @@ def _update(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, LENGTH: tl.constexpr,
     FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """h += gate * (x w^T + bias) for active rows; program (columns, part): a sum over `LENGTH` numbers."""
+    """h += gate * (x w^T + bias) for active rows; program (columns, part): a sum over `LENGTH` elements."""
     tile, part = tl.program_id(0), tl.program_id(1)
     first, begin = tile * BLOCK_N, part * LENGTH
     if FETCH:
@@ -113,13 +113,13 @@ def _update(
     if PARTS > 1:
         mine = partial + ((tile * PARTS + part) * 16 + slot)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         tl.store(mine, found)
-        tl.debug_barrier()  # all threads have stored before one says so
+        tl.debug_barrier()  # all threads store before the counter is incremented
         last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS - 1
     if last:
         if PARTS > 1:
-            tl.store(arrived + tile, 0)  # for the next kernel
+            tl.store(arrived + tile, 0)  # reset for the next kernel
             found = tl.zeros([16, BLOCK_N], tl.float32)
-            for piece in tl.static_range(PARTS):  # always in the same order
+            for piece in tl.static_range(PARTS):  # in a fixed order, for reproducible results
                 of = partial + ((tile * PARTS + piece) * 16 + slot)[:, None] * BLOCK_N
                 found += tl.load(of + tl.arange(0, BLOCK_N)[None, :], cache_modifier=".cg")
         inside = there[:, None] & (column < D)[None, :]
@@ -139,7 +139,7 @@ def _make_hidden(
     FF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
     LENGTH: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The hidden units of active rows: of their norm, which every program takes anew."""
+    """The hidden units of active rows, from their norm, which every program computes itself."""
     GATED: tl.constexpr = ACTIVATION >= 2
     first = tl.program_id(0) * BLOCK_N
     if FETCH:
@@ -194,7 +194,7 @@ def _make_hidden(
 
 
 def _sizes(length: int, tile: dict[str, int]) -> dict[str, int]:
-    """Launch arguments for a sum over `length` numbers."""
+    """Launch arguments for a sum over `length` elements."""
     warps = tile["num_warps"]
     block = max(16, min(tile["BLOCK_K"], triton.next_power_of_2(length) // warps))
     return {**tile, "BLOCK_K": block, "WARPS": warps, "LENGTH": triton.next_power_of_2(max(length, warps * block))}
@@ -225,7 +225,7 @@ def update(h: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, active: Tensor 
 
 
 def make_hidden(h: Tensor, active: Tensor | None, w: BlockWeights) -> Tensor:
-    """`[slot, d_ff]`; rows that are not active are not written."""
+    """`[slot, d_ff]`; inactive rows are not written."""
     (batch, d), ff, sizes = h.shape, w.down.shape[1], _sizes(h.shape[1], HIDDEN)
     hidden, block_d = h.new_empty(batch, ff), min(256, triton.next_power_of_2(d))
     _make_hidden[(triton.cdiv(ff, sizes["BLOCK_N"]),)](

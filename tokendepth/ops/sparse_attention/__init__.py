@@ -1,4 +1,4 @@
-"""Causal attention for some of the rows: only active tokens are queries, every token is a key."""
+"""Causal attention in which only active tokens are queries and every token is a key."""
 
 from tokendepth.ops.sparse_attention.eager import eager as sparse_attention
 

@@ -5,28 +5,28 @@ from torch import Tensor
 from tokendepth.ops.launch import compiles_inference
 
 FEW_SCORES = 2**19
-"""A single sequence of at most this length uses plain products: as fast as the library, with less overhead."""
+"""A single sequence with at most this many scores uses plain products: as fast as the library, with less overhead."""
 MANY_ROWS = 48
-"""From this length on, the rows that see no key of the second half get a call of their own."""
+"""With at least this many rows, those that see no key in the second half get a call of their own."""
 
 
 def eager(
     q: Tensor, k: Tensor, v: Tensor, active: Tensor, key_valid: Tensor | None = None, columns: Tensor | None = None
 ) -> Tensor:
-    """As `reference`, by library calls: on a CPU one or two per sequence, so that only active rows are computed.
+    """As `reference`, with library calls: on a CPU one or two per sequence, so that only active rows are computed.
 
-    On a GPU so many launches would dominate: there it is one call, with every sequence's rows padded to the longest. A
-    short single sequence uses plain products.
+    On a GPU that many launches would dominate, so there is a single call, with each sequence's rows padded to the
+    longest. A short single sequence uses plain products.
     """
     keys, offset = k.shape[2], k.shape[2] - active.shape[1]
     key_position = torch.arange(keys, device=k.device)
-    # Computed again: from `rows % time`, a compiler would put a division into every score.
+    # Recomputed, because with `rows % time` torch.compile would put a division into every score.
     at = active.nonzero()
     position = at[:, 1:] + offset if columns is None else columns[at[:, 0], at[:, 1]][:, None]
     seen = key_position <= position
     if key_valid is not None:
         seen &= key_valid[at[:, 0]] | (key_position == position)
-    # The library would convert `seen` in the same way, but at every call.
+    # The library would convert `seen` in the same way, but in every call.
     bias = torch.zeros((), dtype=q.dtype, device=q.device).where(seen, -torch.inf)
     if len(k) == 1 and q.shape[1] * active.shape[1] * keys <= FEW_SCORES:
         alone = torch.ops.tokendepth.lone_attention if compiles_inference() else _of_one_sequence
@@ -43,7 +43,7 @@ def eager(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-    """`bias` `[n, keys]` is added to the scores; `counts` `[batch, 2]`: rows in either half of the keys."""
+    """bias: `[n, keys]`, added to the scores. counts: `[batch, 2]`, rows in each half of the keys."""
     if not len(q):
         return torch.empty_like(q)
     return _padded(q, k, v, bias, counts.sum(1)) if _launches_cost(q) else _by_sequence(q, k, v, bias, counts)
@@ -80,9 +80,9 @@ def _by_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, counts: Tensor) 
 
 
 def _of_one_sequence(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Product, softmax, product: nothing has to be cut into sequences."""
+    """Product, softmax, product: there is only one sequence, so nothing has to be split."""
     k, v, group = k[0], v[0], q.shape[1] // k.shape[1]
-    if group > 1:  # the query heads that share a head of keys are further rows of it: no key is copied
+    if group > 1:  # query heads that share a key head become extra rows of it, so no key is copied
         rows = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2)
         attended = _products(rows, k, v, bias.repeat(group, 1))
         return attended.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2).contiguous()
@@ -94,8 +94,8 @@ def _products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return torch.bmm(scores.softmax(-1), v)
 
 
-# Each is one opaque op to a compiler, since its lengths are known only at run time. Registered without the checks of
-# `custom_op`, which take longer than the attention of a short sequence.
+# Opaque to torch.compile, since lengths are known only at run time. Registered without the checks of `custom_op`, which
+# take longer than attention in a short sequence.
 _library = torch.library.Library("tokendepth", "FRAGMENT")
 _library.define("ragged_attention(Tensor q, Tensor k, Tensor v, Tensor bias, Tensor counts) -> Tensor")
 _library.define("lone_attention(Tensor q, Tensor k, Tensor v, Tensor bias) -> Tensor")

@@ -1,4 +1,4 @@
-"""Attention rows of active tokens; also writes the list of them where that saves a kernel."""
+"""Attention rows of active tokens; also writes the list of active tokens if that saves a kernel."""
 
 # Triton launches take constexpr numbers and extra options, which a type checker cannot know.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -20,7 +20,7 @@ def _attend(
     q_tile, k, v, valid, own, top, total, acc, start, end, first_valid, scale, k_time, v_time,
     WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, VALID: tl.constexpr,
 ):  # fmt: skip
-    """One more block of keys: updates the running maximum, and sum and weighted values relative to it."""
+    """One more block of keys: updates the running maximum, and the sum and weighted values relative to it."""
     key, unit = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
     known = (unit < WIDTH)[None, :]
     if MASKED:
@@ -34,7 +34,7 @@ def _attend(
             seen = seen & (fine[None, :] | (key[None, :] == own[:, None]))
         scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
-    safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # rows that have seen no key yet
     p = tl.exp2(scores - safe[:, None])
     fade = tl.exp2(top - safe)
     v_tile = tl.load(v + key[:, None] * v_time + unit[None, :], mask=known, other=0.0)
@@ -50,11 +50,12 @@ def _attention(
     QUERY: tl.constexpr, VALID: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
     PREFIX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, b and head): the m-th block of active rows of a sequence, against its keys up to the last of them.
+    """Program (m, b and head): the m-th block of active rows in a sequence, against the keys up to the last of them.
 
-    SHARING: query heads per K/V head. QUERY: q holds the normed states by place, and queries are projected here; else
-    q holds queries by row. COLUMNS: each token's index among the keys; else the tokens are the last keys. ROWS: how a
-    program finds its rows. If not by a list, one program of each sequence writes the list for the kernels that follow.
+    SHARING: query heads per K/V head. QUERY: q holds the normalised states by place, and queries are projected here;
+    otherwise q holds queries by row. COLUMNS: each token's index among the keys is given; otherwise the tokens are the
+    last keys. ROWS: how a program finds its rows. If not from a list, one program per sequence writes the list for the
+    kernels that follow.
     """
     after_previous(OVERLAP)
     b = tl.program_id(1) // HEADS
@@ -75,7 +76,7 @@ def _attention(
         flags = active_among(active, active, 0.0, active, own_token, beyond, 0, False, False)
         rank = tl.cumsum(flags, 0) - flags
         last = first + tl.sum(flags, 0)
-    if ROWS != 0:  # noqa: SIM102 - compiled only where it holds
+    if ROWS != 0:  # noqa: SIM102 - constexpr: compiled only if true
         if (tl.program_id(0) == 0) & (head == 0):
             tl.store(index + first + rank, own_token, mask=flags != 0)
             tl.store(starts + b, first)
@@ -93,11 +94,11 @@ def _attention(
             place = tl.load(index + row, mask=there, other=b * time)
         elif ROWS == 2:
             place = tl.where(there, row, b * time)
-        else:  # the one active token of that rank
+        else:  # the active token with that rank
             own_rank = (rank[None, :] == (row - first)[:, None]) & (flags != 0)[None, :]
             place = tl.sum(tl.where(own_rank, own_token[None, :], 0), 1)
             place = tl.where(there, place, b * time)
-        if COLUMNS:  # noqa: SIM108 - compiled only where it holds
+        if COLUMNS:  # noqa: SIM108 - constexpr: compiled only if true
             own = tl.load(columns + place, mask=there, other=0)
         else:
             own = place - b * time + keys - time
@@ -119,7 +120,7 @@ def _attention(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
-        # All rows see every key up to the first row's own: no mask is needed there.
+        # All rows see every key up to the first row's own, so no mask is needed there.
         whole = 0 if VALID else (tl.min(tl.where(there, own, end), 0) + 1) // BLOCK_N * BLOCK_N
         for start in range(0, whole, BLOCK_N):
             top, total, acc = _attend(
@@ -138,10 +139,10 @@ def _attention(
 def attention(
     q, query, heads: int, k, v, key_valid, columns, out, index, starts, active: Tensor | None, rows: int
 ) -> None:
-    """Writes to `out`, by row. q: queries by row, or with `query` (their projection) the normed states by place.
+    """Writes to `out`, by row. q: queries by row, or with `query` (the projection) the normalised states by place.
 
     k, v: `[batch, kv head, keys, width]`; `heads` is the number of query heads. `index` and `starts` are the list of
-    active tokens: read where `rows` is BY_LIST, else written. `active`: `[batch, time]`, read where it is BY_FLAG.
+    active tokens: read if `rows` is BY_LIST, otherwise written. `active`: `[batch, time]`, read if `rows` is BY_FLAG.
     """
     batch, kv_heads, keys, width = k.shape
     time = len(index) // batch

@@ -5,12 +5,12 @@ from torch import Tensor
 def reference(
     q: Tensor, k: Tensor, v: Tensor, active: Tensor, key_valid: Tensor | None = None, columns: Tensor | None = None
 ) -> Tensor:
-    """One attention row per active token, written as the definition reads.
+    """One attention row per active token, straight from the definition.
 
-    q: `[n, head, width]`, a row for each True of `active`, in row-major order. k, v: `[batch, kv head, keys, width]`;
+    q: `[n, head, width]`, a row for each True in `active`, in row-major order. k, v: `[batch, kv head, keys, width]`;
     query heads share K/V heads in equal groups. active: `[batch, time]` bool. columns: `[batch, time]`, each token's
-    index among the keys, increasing along a sequence; else the tokens are the last keys. key_valid: `[batch, keys]`,
-    False where a key must not be seen (a token always sees its own). Returns `[n, head, width]`.
+    index among the keys, increasing along a sequence; None: the tokens are the last keys. key_valid: `[batch, keys]`,
+    False for keys that must not be seen (a token always sees its own). Returns `[n, head, width]`.
     """
     out = torch.empty_like(q)
     offset, group = k.shape[2] - active.shape[1], q.shape[1] // k.shape[1]

@@ -1,6 +1,6 @@
-"""A block for its active tokens: query, attention row, output projection and feed-forward; the others pass unchanged.
+"""A block for its active tokens: query, attention row, output projection, feed-forward; other tokens are unchanged.
 
-Keys and values are given. For inference only: the kernel has no gradient.
+Keys and values are given. The kernel is for inference only: it has no gradient.
 """
 
 from collections.abc import Callable
@@ -24,25 +24,25 @@ __all__ = [
 ]
 
 TILE = 64
-"""Widths that are not multiples of this gain nothing from kernels, so the library computes them."""
+"""Widths that are not multiples of this gain nothing from kernels, so they use the library."""
 HIDDEN_TILE = 16
-"""The same of the number of hidden units."""
+"""The same for the number of hidden units."""
 SHORT = 256
 """In sequences up to this length a program finds its own rows without a list."""
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines of the tokens' positions, `[batch or 1, time, width / 2]` each."""
+"""Cosines and sines for the tokens' positions, `[batch or 1, time, width / 2]` each."""
 
 
 Activation = Literal["gelu", "swiglu", "geglu"]
-"""Of a feed-forward network: GELU, or gated by SiLU or by GELU's tanh form."""
+"""Activation of the feed-forward network: GELU, or gated by SiLU or by GELU's tanh form."""
 
 
 class BlockWeights(NamedTuple):
-    """Of one block, without keys and values, projected before; matrices are `[out, in]`, None: it has none."""
+    """Weights of a block, except those for keys and values; matrices are `[out, in]`, None if the block has none."""
 
     heads: int
-    """Of queries."""
+    """Query heads."""
     query: Tensor
     out: Tensor
     norm: Tensor
@@ -50,7 +50,7 @@ class BlockWeights(NamedTuple):
     """None: an RMSNorm."""
     eps: float
     up: Tensor
-    """Of a gated network the gate's rows, then those of `up`."""
+    """If gated, the rows of the gate, then those of `up`."""
     up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
@@ -65,17 +65,17 @@ class BlockWeights(NamedTuple):
 
     @property
     def is_classic(self) -> bool:
-        """LayerNorm, GELU, and queries and output by a square product alone."""
+        """LayerNorm, GELU, and square projections without bias, norm or rotation for queries and output."""
         square = self.query.shape[0] == self.query.shape[1]
         plain = self.query_bias is None and self.query_norm is None and self.out_bias is None and not self.rotary
         return square and plain and self.norm_bias is not None and self.activation == "gelu"
 
 
 class BlockParts(NamedTuple):
-    """A block after its first norm, as functions of rows `[..., d]`; `weights` for kernels, None if none support it."""
+    """A block after its first norm, as functions of rows `[..., d]`; `weights` are for kernels, None if unsupported."""
 
     query: Callable[[Tensor, Rotation | None], Tensor]
-    """Rows and their rotation to queries `[..., head, width]`."""
+    """From rows and their rotation to queries `[..., head, width]`."""
     out: Callable[[Tensor], Tensor]
     norm: Callable[[Tensor], Tensor]
     ffn: Callable[[Tensor], Tensor]
@@ -96,11 +96,11 @@ def sparse_block(
     rotation: Rotation | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """h, x: `[batch, time, d]`, the state and what the first norm made of it. k, v: `[batch, kv head, keys, width]`.
+    """h, x: `[batch, time, d]`, the state before and after the first norm. k, v: `[batch, kv head, keys, width]`.
 
-    active: `[batch, time]` bool, None for all tokens; listed: the list that `decide` made. gate: `[batch, time]`,
-    scales an active token's updates. key_valid: `[batch, keys]`, False where a key must not be seen (a token always
-    sees its own). columns: `[batch, time]`, each token's index among the keys; else the tokens are the last keys.
+    active: `[batch, time]` bool, None for all tokens. listed: the list from `decide`. gate: `[batch, time]`, scales the
+    updates of active tokens. key_valid: `[batch, keys]`, False for keys that must not be seen (a token always sees its
+    own). columns: `[batch, time]`, each token's index among the keys; None: the tokens are the last keys.
     Returns h with the active rows replaced; without a gradient it may overwrite h. The kernel needs no host
     synchronisation: counts stay on the device, so it can be captured in a CUDA graph.
     """
@@ -127,22 +127,22 @@ def has_kernel(weights: BlockWeights | None) -> bool:
 
 
 def runs_kernel(h: Tensor, weights: BlockWeights | None) -> bool:
-    """Whether a kernel, without host synchronisation, runs the block of `h`."""
+    """Whether a kernel, without host synchronisation, runs the block on `h`."""
     return has_kernel(weights) and serves(h)
 
 
 def finds_own_rows(h: Tensor, weights: BlockWeights) -> bool:
-    """Whether every program finds its own rows: with few tokens that costs less than a kernel that lists them."""
+    """Whether every program finds its own rows, which with few tokens costs less than a kernel that lists them."""
     short = h.shape[1] <= SHORT and h.shape[0] * h.shape[1] <= FEW_TOKENS
     return short and one_tile(h, weights)
 
 
 def one_tile(h: Tensor, weights: BlockWeights) -> bool:
-    """Whether kernels that hold a whole row in one tile serve."""
+    """Whether the kernels that hold a whole row in one tile can be used."""
     return fits_one_tile(h.shape[-1]) and weights.is_classic
 
 
 def launch_bound(h: Tensor, weights: BlockWeights | None) -> bool:
     """Whether a block of this shape is so small that kernel launches dominate its time."""
-    # Checked in this order: without kernels a compiler need not know the sizes.
+    # In this order, so that without kernels torch.compile need not know the sizes.
     return weights is not None and runs_kernel(h, weights) and finds_own_rows(h, weights)

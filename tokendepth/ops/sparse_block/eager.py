@@ -9,7 +9,7 @@ from tokendepth.ops.sparse_attention import sparse_attention
 
 
 def eager(h, x, k, v, active, parts, gate=None, key_valid=None, columns=None, listed=None, rotation=None) -> Tensor:
-    """As `reference`, with library products over the active rows only; in place without a gradient."""
+    """As `reference`, with library products over only the active rows; in place without a gradient."""
     if active is None:
         active = torch.ones(h.shape[:2], dtype=torch.bool, device=h.device)
     places = compact(active)

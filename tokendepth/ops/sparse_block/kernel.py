@@ -1,4 +1,4 @@
-"""Four kernels where a row of d fits in one tile, six or seven where not; each works on the active rows only.
+"""Four kernels if a row of d fits in one tile, otherwise six or seven; each processes only the active rows.
 
 Only the device knows the number of active rows. The grid is large enough for all tokens; programs beyond the count
 return at once. `row` is an active token's index in the list of active tokens, `place` its index in `batch x time`.
@@ -36,7 +36,7 @@ def _project(
     attended, w_out, h, gate, norm, norm_bias, eps, states, normed, index, count,
     D: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the output projection, added to their states, and the second norm of the sum."""
+    """Rows of the output projection, added to their states, and the second norm applied to the sum."""
     after_previous(OVERLAP)
     rows = tl.load(count)
     block = tl.program_id(0) * BLOCK_M
@@ -97,9 +97,9 @@ def _turn(
     HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, head): queries of a block of rows, in place, normalised and turned by their positions.
+    """Program (m, head): normalises the queries of a block of rows and rotates them by their positions, in place.
 
-    per_sequence: rows of cosines and sines from one sequence to the next, 0 where all share them.
+    per_sequence: stride of cosines and sines from one sequence to the next, 0 if all sequences share them.
     """
     after_previous(OVERLAP)
     rows = tl.load(count)
@@ -128,7 +128,7 @@ def _turn(
 
 
 def _work(h, x, k, v, active, index, starts, w: BlockWeights, gate, key_valid, columns, rotation, rows) -> None:
-    """In place: at the paper's shape a copy of h would take as long as a projection of its rows.
+    """In place, because at the paper's shape a copy of h would take as long as a projection of its rows.
 
     `rows`: as in `attention`.
     """
@@ -206,14 +206,14 @@ def _sparse_block(
 
 
 def kernel(h, x, k, v, active, parts, gate=None, key_valid=None, columns=None, listed=None, rotation=None) -> Tensor:
-    """As `reference`, without asking the host how many tokens are active; in place.
+    """As `reference`, without host synchronisation; in place.
 
     In short sequences each program finds its own rows, which saves the kernel that lists them.
     """
     weights = parts.weights
     check_kernel(h, k.shape[3])
     if weights is None or weights.rotary != (rotation is not None):
-        raise ValueError("backend 'kernel' is for a block whose weights are known; take 'eager'")
+        raise ValueError("backend 'kernel' is for a block whose weights are known; use 'eager'")
     h = h.contiguous()
     index, starts = listed or (None, None)
     if listed is None and not finds_own_rows(h, weights):

@@ -3,7 +3,7 @@ from torch import Tensor
 
 
 def reference(h, x, k, v, active, parts, gate=None, key_valid=None, columns=None, listed=None, rotation=None) -> Tensor:
-    """Every token is computed; the results of inactive ones are discarded."""
+    """Computes every token and discards the results of inactive ones."""
     batch, heads, keys, width = k.shape
     time = h.shape[1]
     q = parts.query(x, rotation).transpose(1, 2)

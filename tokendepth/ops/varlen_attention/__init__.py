@@ -14,12 +14,12 @@ class Varlen(NamedTuple):
     """Which rows of `[n, ...]` belong to which sequence."""
 
     starts: Tensor
-    """`[batch + 1]`, int32: where the rows of each sequence begin, and how many there are of all."""
+    """`[batch + 1]`, int32: where the rows of each sequence begin, and the total number."""
     lengths: Tensor
-    """`[batch]`: keys of each sequence, those of earlier passes included; its rows are the last of them."""
+    """`[batch]`: number of keys in each sequence, including earlier forward passes; its rows are the last of them."""
     sequence: Tensor
-    """`[n]`: which sequence each row is of."""
+    """`[n]`: the sequence of each row."""
     columns: Tensor
-    """`[n]`: where it stands in that sequence."""
+    """`[n]`: the index of each row in its sequence."""
     longest: int
-    """No sequence has more rows, as far as is known without asking the device."""
+    """An upper bound for the rows of a sequence, known without host synchronisation."""

@@ -6,9 +6,9 @@ from tokendepth.ops.launch import LOW_PRECISION, compiles_inference
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, longest: int) -> Tensor:
-    """As `reference`, by library calls: on a CPU one per sequence, on a GPU one for all.
+    """As `reference`, with library calls: on a CPU one per sequence, on a GPU one for all.
 
-    That one is flash attention for rows in low precision, which asks the device for nothing, and else padded.
+    On a GPU, rows in low precision use flash attention, without host synchronisation; others are padded.
     """
     attend = torch.ops.tokendepth.varlen_attention if compiles_inference() else _attend
     return attend(q, k, v, starts, lengths, longest)
@@ -18,13 +18,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, lo
     if not len(q):
         return torch.empty_like(q)
     if q.is_cuda and q.dtype in LOW_PRECISION and k.dim() == 3 and flash_takes(q.shape[2]):
-        most = max(longest, 2)  # told of single rows it would expect one of every sequence
+        most = max(longest, 2)  # with 1 it would expect one row in every sequence
         return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, most, most, 0.0, True, False)[0]
     return (_padded if _launches_cost(q) else _by_sequence)(q, k, v, starts.diff(), lengths)
 
 
 def flash_takes(width: int) -> bool:
-    """Heads of this width."""
+    """Whether flash attention supports heads of this width."""
     return width % 8 == 0 and width <= 256
 
 
@@ -39,7 +39,7 @@ def _by_sequence(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tenso
             own, start = slice(start, start + rows), start + rows
             k_b, v_b = (x[own].transpose(0, 1) if x.dim() == 3 else x[b, :, :keys] for x in (k, v))
             seen = None
-            if 1 < rows < keys:  # a single row is the last of its sequence and sees all of it
+            if 1 < rows < keys:  # a single row is the last of its sequence and sees everything
                 seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
             q_b, causal = q[own].transpose(0, 1), 1 < rows == keys
             attended = F.scaled_dot_product_attention(
@@ -59,7 +59,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) ->
         return x.new_zeros(batch, rows, *x.shape[1:]).index_put((sequence, place), x).transpose(1, 2)
 
     seen = None
-    if k.dim() == 3:  # padding comes last, so that no row sees it
+    if k.dim() == 3:  # padding comes last, so no row sees it
         k, v = spread(k), spread(v)
     else:
         k, v = k[:, :, :keys], v[:, :, :keys]
@@ -71,7 +71,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, lengths: Tensor) ->
     return out.transpose(1, 2)[sequence, place]
 
 
-# One opaque op to a compiler, since its lengths are known only at run time.
+# Opaque to torch.compile, since lengths are known only at run time.
 _library = torch.library.Library("tokendepth", "FRAGMENT")
 _library.define(
     "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, SymInt longest) -> Tensor"

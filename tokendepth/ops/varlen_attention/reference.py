@@ -3,12 +3,12 @@ from torch import Tensor
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, longest: int = 0) -> Tensor:
-    """One attention row after the other, written as the definition reads.
+    """One attention row after another, straight from the definition.
 
     q: `[n, head, width]`, the rows of all sequences, concatenated. k, v: rows as in q, `[n, kv head, width]`, or a
     cache, `[batch, kv head, columns, width]`; query heads share K/V heads in equal groups. starts: `[batch + 1]`, where
-    the rows of each sequence begin, and n. lengths: `[batch]`, keys of each sequence, its rows being the last of them;
-    as many as its rows where k and v are rows. longest: rows of the longest sequence, or more.
+    the rows of each sequence begin, and n. lengths: `[batch]`, the number of keys in each sequence, of which its rows
+    are the last; equals the number of rows if k and v are rows. longest: rows of the longest sequence, or more.
     Returns `[n, head, width]`.
     """
     out, group, row = torch.empty_like(q), q.shape[1] // k.shape[1], 0
