@@ -1,4 +1,4 @@
-"""What writes the committed rows of results/: python -m benchmarks faults, python -m benchmarks timings."""
+"""Programs that write the committed rows in results/: python -m benchmarks faults, python -m benchmarks timings."""
 
 import json
 import sys
@@ -14,18 +14,18 @@ class Faults:
     """The fault-injection suite: kill, fill, damage and poison small runs, and count what is lost."""
 
     only: str | None = None
-    """The names of some faults, with commas between them."""
+    """Names of faults, separated by commas."""
     scale: float = 1.0
-    """The part of the full number of attempts, from 0 to 1."""
+    """The share of the full number of attempts, from 0 to 1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to try the faults that need a GPU."""
+    """Device for the faults that need a GPU."""
     out: Path = Path("runs/faults")
-    """Folder of faults.json; --out results makes the committed rows anew."""
+    """Folder for faults.json; --out results replaces the committed rows."""
 
     def __call__(self) -> None:
         from benchmarks.faults.registry import check_scale, chosen, measure
 
-        chosen(self.only)  # before there is a bar
+        chosen(self.only)  # before the progress bar starts
         check_scale(self.scale)
         failed = 0
         for row in measure(self.device, self.out, self.only, self.scale):
@@ -40,12 +40,12 @@ class Faults:
 
 @dataclass(frozen=True)
 class Timings:
-    """Time forward passes and training steps on this machine, all shapes that the pages show."""
+    """Time forward passes and training steps on this machine, for all shapes on the pages."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
     out: Path = Path("runs/bench")
-    """Folder of forward.json and training.json; --out results makes the committed rows anew."""
+    """Folder for forward.json and training.json; --out results replaces the committed rows."""
 
     def __call__(self) -> None:
         from tokendepth.bench import forward, training
@@ -56,7 +56,7 @@ class Timings:
             print(json.dumps(row))
 
 
-BENCHMARKS = program("python -m benchmarks", "What writes the committed rows of results/.", (Faults, Timings))
+BENCHMARKS = program("python -m benchmarks", "Write the committed rows in results/.", (Faults, Timings))
 
 if __name__ == "__main__":
     main(of=BENCHMARKS)

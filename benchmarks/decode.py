@@ -1,4 +1,4 @@
-"""Of docs/SPEED.md: what skipping gives token by token, from results/decode.json, beside what we want it to give."""
+"""The part of docs/SPEED.md on decoding: measured speed, from results/decode.json, with targets."""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -6,18 +6,19 @@ from itertools import groupby
 from tokendepth.report.tables import piped
 from tokendepth.runs.results import Row
 
-INTRODUCTION = """One more token for each sequence of a batch, with a cache, against the fastest dense decoding of the
-same shape: eager, compiled with a cache of fixed shape, or our own kernels with every token active; on a GPU each as a
-CUDA graph. A step takes as long as memory takes to deliver its weights and the cached keys and values, so `ceiling` is
-the ratio of those bytes here, dense to read. A block's weights are read if any token of the batch is active there: with
-one token most are saved, with many hardly any, and what is left to save is attention over long contexts. Decisions are
-random, other ones for each of eight steps. Measured by `tokendepth bench decode`; made from `results/decode.json`.
+INTRODUCTION = """One more token for each sequence in a batch, with a cache, compared with the fastest dense decoding of
+the same shape: eager, compiled with a fixed-shape cache, or our own kernels with every token active (on a GPU each as a
+CUDA graph). A decoding step is limited by reading the weights and the cached keys and values from memory, so here
+`ceiling` is the ratio of bytes read, dense to sparse. A block's weights are read if any token in the batch is active
+there. With one sequence, skipping saves most of them; with many, hardly any, and what remains to be saved is attention
+over long contexts. Decisions are random, drawn anew for each of eight steps. Measured by `tokendepth bench decode`;
+generated from `results/decode.json`.
 """
 SHAPES = {
     "paper": "d 256, 6 layers",
     "gpt2": "d 768, 12 layers",
     "d1024": "d 1,024, 24 layers",
-    "smollm2": "SmolLM2-135M's shape",
+    "smollm2": "shape of SmolLM2-135M",
 }
 
 
@@ -42,7 +43,7 @@ class Target:
         row = next((row for row in rows if self.concerns(row)), None)
         if row is None:
             return [*cells, "not run", "", ""]
-        verdict = "reached" if row["speedup"] >= self.value else "**missed**"
+        verdict = "met" if row["speedup"] >= self.value else "**missed**"
         return [*cells, f"{row['speedup']:.2f}x", f"{row['ceiling']:.2f}x", verdict]
 
 
@@ -56,9 +57,9 @@ TARGETS = (
 
 
 def section(rows: list[Row]) -> str:
-    lines = [["where", "batch", "active", "wanted", "measured", "ceiling", ""]]
+    lines = [["where", "batch", "active", "target", "measured", "ceiling", "result"]]
     lines += [["---", "--:", "--:", "--:", "--:", "--:", "---"], *(target.line(rows) for target in TARGETS)]
-    parts = [f"## Token by token\n\n{INTRODUCTION}\n{piped(lines)}"]
+    parts = [f"## Decoding\n\n{INTRODUCTION}\n{piped(lines)}"]
     for (device, shape), found in groupby(sorted(rows, key=_place), key=lambda row: (row["device"], row["shape"])):
         parts.append(f"### {device}: {SHAPES.get(shape, shape)}\n\n{_table(list(found))}")
     return "\n".join(parts)
@@ -76,7 +77,7 @@ def on_gpu(row: Row) -> bool:
 
 def _table(rows: list[Row]) -> str:
     lines = [
-        ["context", "batch", "active", "fastest dense, ms", "which", "sparse, ms", "tokens/s", "speedup", "ceiling"]
+        ["context", "batch", "active", "dense, ms", "fastest dense", "sparse, ms", "tokens/s", "speedup", "ceiling"]
     ]
     lines.append(["--:", "--:", "--:", "--:", "---", "--:", "--:", "--:", "--:"])
     for row in rows:

@@ -1,4 +1,4 @@
-"""The table of docs/SPECULATION.md: speculation on the clock, from results/speculation.json, beside what we want."""
+"""The table of docs/SPECULATION.md: measured speculation, from results/speculation.json, with targets."""
 
 from benchmarks.decode import on_gpu
 from tokendepth.report.tables import piped
@@ -7,15 +7,15 @@ from tokendepth.runs.results import Row
 SPEEDUP_TARGET = 1.4
 """Over plain decoding."""
 FORMULA_TARGET = 0.9
-"""Of the speedup that the formula has for the passes as they were timed."""
+"""Measured speedup, relative to the formula with costs as they were timed."""
 TITLES = ["device", "model", "dtype", "texts x tokens", "plain, tokens/s", "speculating, tokens/s", "speedup",
-          "costs of drafts by", "acceptance", "tokens a draft", "formula by time",
-          f"of the formula, wanted {FORMULA_TARGET:g}", f"speedup, wanted {SPEEDUP_TARGET:g}x",
+          "draft costs from", "acceptance", "tokens per draft", "formula, timed costs",
+          f"measured / formula, target {FORMULA_TARGET:g}", f"speedup, target {SPEEDUP_TARGET:g}x",
           "tokens that differ / unexplained"]  # fmt: skip
 
 
 def table(rows: list[Row]) -> str:
-    """A line for each row, GPUs first; one that says so where nothing was run."""
+    """A line for each row, GPUs first; `not run` if there is none."""
     lines = [TITLES, ["---", "---", "---", *("--:" for _ in TITLES[3:])]]
     if not rows:
         return piped([*lines, ["not run", *("" for _ in TITLES[1:])]])
@@ -33,7 +33,7 @@ def _line(row: Row) -> list[str]:
     plain, drafting = (f"{row[name][0]:.1f}" for name in ("plain_tokens_per_s", "speculation_tokens_per_s"))
     speedup = "{:.2f}x ({:.2f} to {:.2f})".format(*row["speedup"])
     written = f"{row['prompts']} x {row['tokens'] // row['prompts']}"
-    costs = "the clock" if row.get("pace") else "weights"  # which drafting went by before it was timed
+    costs = "timing" if row.get("pace") else "weights"  # older rows: before costs were timed
     cells = [row["device"], _model(row), row["dtype"], written, plain, drafting, speedup, costs]
     if row["drafted"]:
         share = row["speedup"][0] / row["formula_by_time"]
@@ -47,11 +47,11 @@ def _line(row: Row) -> list[str]:
 
 
 def _model(row: Row) -> str:
-    """The run, and how it was asked to write where that is not its own way."""
+    """The run, with the options that are not its own."""
     parts = {"budget": "budget {:g}", "share": "drafts at {:g}"}
     asked = [words.format(row[name]) for name, words in parts.items() if row[name] is not None]
     return ", ".join([row["run"], *asked, *([f"temperature {row['temperature']:g}"] if row["temperature"] else [])])
 
 
-def _verdict(value: float, wanted: float) -> str:
-    return "reached" if value >= wanted else "**missed**"
+def _verdict(value: float, target: float) -> str:
+    return "met" if value >= target else "**missed**"

@@ -1,5 +1,5 @@
-"""docs/SPEED.md and the README's headline: what skipping gives on the clock, from results/forward.json, beside what we
-want it to give: python -m benchmarks.speed. `decode.py` has the part on decoding.
+"""docs/SPEED.md and the table of trained models in docs/RESULTS.md: measured speed, from results/forward.json, with
+targets. `decode.py` has the part on decoding.
 """
 
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ from tokendepth.report.tables import piped
 from tokendepth.runs.files import write_bytes
 from tokendepth.runs.results import Row, rows_so_far
 
-INTRODUCTION = """# Skipping, on the clock
+INTRODUCTION = """# Measured speed
 
-A forward pass, head included, that skips what its routers decide to skip, against the fastest dense run of the same
-shape without routers: eager, compiled, with packed weights on a CPU, in a CUDA graph, or our own kernels at full
-activity, whichever was fastest there. Routers and the listing of active tokens are inside of the time; active tokens
-are at scattered positions; before anything was timed, the result was compared with masking. Conditions take turns in
-one process; times are medians.
+The time of a forward pass that skips what its routers decide to skip, compared with the fastest dense run of the same
+shape without routers. Dense candidates are eager, compiled, with packed weights (on a CPU), in a CUDA graph, and our
+own kernels at full activity (with every token active). Both sides include the output head, and the sparse side also
+its routers and the listing of active tokens. Active tokens are at scattered positions. Before timing, results were
+checked against masking. Conditions take turns in one process; times are medians.
 
     efficiency = (speedup - 1) / (ceiling - 1)
 
-`ceiling` is the ratio of FLOPs, dense to executed: what arithmetic allows. `auto` is the execution that a measured
-profile chooses there, and how often it is as fast as the same weights run with masks. Measured by `tokendepth bench
-forward`; made from [results/forward.json](../results/forward.json) by `make readme`.
+`ceiling` is the ratio of FLOPs, dense to executed: the speedup that arithmetic allows. `auto` is the execution that a
+measured profile chooses, with its speedup over the same weights run with masks. Measured by `tokendepth bench
+forward`; generated from [results/forward.json](../results/forward.json) by `make readme`.
 """
 
 
 @dataclass(frozen=True)
 class Target:
-    """At active fractions up to `most`, from `least` on, a speedup or an efficiency of at least `value`."""
+    """A speedup or an efficiency of at least `value`, at active fractions from `least` to `most`."""
 
     shape: str
     on_gpu: bool
@@ -64,38 +64,39 @@ TARGETS = (
     Target("paper", False, (1, 8, 64), 0, 0.6, "efficiency", 0.8),
     Target("paper", False, (1, 8, 64), 0.8, 0.8, "speedup", 1.0),
 )
-"""The first that concerns a row counts."""
+"""The first one that concerns a row counts."""
 SHAPES = {
     "paper": "d 256, 6 layers, vocabulary 6,064, context 256",
     "gpt2": "d 768, 12 layers, vocabulary 50,304, context 1,024",
     "d1024": "d 1,024, 24 layers, vocabulary 50,304, context 1,024",
-    "smollm2": "SmolLM2-135M's shape (d 576, 30 modern layers), vocabulary 49,152, context 1,024",
+    "smollm2": "shape of SmolLM2-135M (d 576, 30 Llama-style layers), vocabulary 49,152, context 1,024",
 }
 
 
 TRAINING_TARGETS = {"d1024 L24 V50304, 8x1024": 0.75}
-"""By shape, what a step that skips may take of the dense one on a GPU."""
+"""By shape: the time of a step that skips, as a share of the dense step, on a GPU."""
 
 
 def page(rows: list[Row], training: list[Row], decoding: list[Row]) -> str:
     parts = [INTRODUCTION]
     if trained := [row for row in rows if row["positions"] == "trained"]:
-        parts.append(f"## Trained models that decide for themselves\n\n{headline(trained)}")
+        parts.append(f"## Trained models with their own decisions\n\n{headline(trained)}")
     at_random = [row for row in rows if row["positions"] == "random"]
     for (device, shape), found in groupby(sorted(at_random, key=_place), key=lambda row: (row["device"], row["shape"])):
         parts.append(f"## {device}: {SHAPES[shape]}\n\n{_table(list(found))}")
     if chosen := [row for row in rows if row["execution"] == "sparse"]:
-        parts.append(f"## What `auto` chooses\n\nAt its worst, over all rows above:\n\n{_auto(chosen)}")
+        parts.append(f"## What `auto` chooses\n\nIts lowest speedup over all rows above:\n\n{_auto(chosen)}")
     parts.append(decode.section(decoding))
     if steps := [row for row in training if "budget_ratio" in row]:
         parts.append(f"## An optimiser step that skips\n\n{_STEPS}\n{_steps(steps)}")
     return "\n".join(parts)
 
 
-_STEPS = """With budget 0.4, trained for that one budget in one pass: output projection and feed-forward, since commit
-5be72f6 queries too, for active tokens alone, a fixed number of them. Interleaved with the dense step in one
-process (median and quartiles), by `tokendepth bench training`. Where the rest of the time goes is in the
-[log](LOG.md): attention is computed for all rows, and the optimiser knows nothing of skipping.
+_STEPS = """Budget routing at budget 0.4, trained for that budget only, with one forward pass per step. The output
+projection, the feed-forward and, since commit 5be72f6, the queries are computed only for active tokens, of which
+there is a fixed number. Timed in turns with the dense step in one process (median and quartiles) by `tokendepth bench
+training`. The rest of the time ([log](LOG.md)): attention is computed for all rows, and the optimiser updates all
+weights.
 """
 
 
@@ -103,23 +104,23 @@ AUTO_TARGETS = {"auto_over_hard": ("the same weights run densely", 0.98), "auto_
 
 
 def _auto(rows: list[Row]) -> str:
-    """Of each device the slowest choice, beside the same weights and beside a model without routers."""
-    lines = [["device", "speed over", "at the worst", "where", "wanted"], ["---", "---", "--:", "---", "---"]]
+    """For each device the lowest speedup of the choice, over the same weights and over a model without routers."""
+    lines = [["device", "compared with", "lowest speedup", "where", "target"], ["---", "---", "--:", "---", "---"]]
     for device in dict.fromkeys(row["device"] for row in sorted(rows, key=_on_gpu, reverse=True)):
-        for figure, (words, wanted) in AUTO_TARGETS.items():
+        for figure, (words, target) in AUTO_TARGETS.items():
             worst = min((row for row in rows if row["device"] == device), key=lambda row: row[figure])
             where = f"{worst['shape']}, batch {worst['batch']}, active {worst['active_fraction']:.3f}"
-            verdict = f"{wanted:.2f}x: {'reached' if worst[figure] >= wanted else '**missed**'}"
+            verdict = f"{target:.2f}x: {'met' if worst[figure] >= target else '**missed**'}"
             lines.append([device, words, f"{worst[figure]:.3f}x", where, verdict])
     return piped(lines)
 
 
 def _steps(rows: list[Row]) -> str:
-    lines = [["device", "shape", "dense, ms", "skipping, ms", "skipping / dense", "wanted", "commit"]]
+    lines = [["device", "shape", "dense, ms", "skipping, ms", "skipping / dense", "target", "commit"]]
     lines.append(["---", "---", "--:", "--:", "--:", "---", "---"])
     for row in rows:
-        ratio, wanted = row["budget_ratio"], TRAINING_TARGETS.get(row["shape"]) if _on_gpu(row) else None
-        verdict = "" if wanted is None else f"{wanted:g}: {'reached' if ratio[0] <= wanted else '**missed**'}"
+        ratio, target = row["budget_ratio"], TRAINING_TARGETS.get(row["shape"]) if _on_gpu(row) else None
+        verdict = "" if target is None else f"{target:g}: {'met' if ratio[0] <= target else '**missed**'}"
         times = [f"{row[name][0]:.2f}" for name in ("dense_ms", "budget_ms")]
         spread = "{:.3f} ({:.3f} to {:.3f})".format(*ratio)
         lines.append([f"{row['device']}, {row['dtype']}", row["shape"], *times, spread, verdict, row["commit"]])
@@ -135,20 +136,20 @@ def _on_gpu(row: Row) -> bool:
 
 
 def _table(rows: list[Row]) -> str:
-    titles = ["batch", "active", "fastest dense, ms", "which", "sparse, ms", "speedup", "ceiling", "efficiency",
-              "wanted", "auto"]  # fmt: skip
-    lines = [titles, ["--:" if title not in ("which", "wanted") else "---" for title in titles]]
+    titles = ["batch", "active", "dense, ms", "fastest dense", "sparse, ms", "speedup", "ceiling", "efficiency",
+              "target", "auto"]  # fmt: skip
+    lines = [titles, ["--:" if title not in ("fastest dense", "target") else "---" for title in titles]]
     lines += [_line(row) for row in rows]
     commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
     about = f"{rows[0]['dtype']}; torch {rows[0]['torch']}, commit {commits}"
     if count := len(rows[0].get("speedup_processes", ())):
-        about += f"; {count} processes, of each batch size the one in the middle"
+        about += f"; for each batch size the median of {count} processes"
     return piped(lines) + f"\n{about}.\n"
 
 
 def _line(row: Row) -> list[str]:
-    wanted = next((target for target in TARGETS if target.concerns(row)), None)
-    verdict = "" if wanted is None else f"{wanted.words}: {'reached' if wanted.met(row) else '**missed**'}"
+    target = next((target for target in TARGETS if target.concerns(row)), None)
+    verdict = "" if target is None else f"{target.words}: {'met' if target.met(row) else '**missed**'}"
     efficiency = "" if row["efficiency"] is None else f"{row['efficiency']:.2f}"
     return [
         str(row["batch"]), f"{row['active_fraction']:.3f}", f"{row['dense_ms'][0]:.2f}", row["best_dense"],
@@ -158,11 +159,11 @@ def _line(row: Row) -> list[str]:
 
 
 def headline(rows: list[Row]) -> str:
-    """One line for each trained model and way to execute it; every figure of a line is of one checkpoint."""
+    """One line for each trained model and execution; all figures in a line are from one checkpoint."""
     devices = sorted({row["device"] for row in rows}, key=lambda device: not device.startswith("CPU"))
     batches = sorted({row["batch"] for row in rows})
     speeds = [f"speed on {device}, batch {' / '.join(map(str, batches))}" for device in devices]
-    lines = [["model", "executed", "validation loss", "work skipped", "FLOPs skipped", *speeds]]
+    lines = [["model", "execution", "validation loss", "work skipped", "FLOPs skipped", *speeds]]
     lines.append(["---", "---", *("--:" for _ in lines[0][2:])])
     found: dict[tuple, dict[tuple, Row]] = {}
     for row in rows:
@@ -172,11 +173,12 @@ def headline(rows: list[Row]) -> str:
     for key in sorted(found, key=lambda key: _order(key, found[key], order)):
         cells, (run, _, execution, budget) = found[key], key
         one = next(iter(cells.values()))
-        how = {"soft": "soft: a weighting", "sparse": "skipping" if budget is None else f"skipping, budget {budget:g}"}
+        skipping = "skipping" if budget is None else f"skipping, budget {budget:g}"
+        how = {"soft": "soft: gates as weights", "sparse": skipping}
         skipped = [one.get(f"val_{name}", one[name]) for name in ("tlops_skipped", "flops_skipped")]
         measured = [[cells.get((device, batch)) for batch in batches] for device in devices]
         speed = [" / ".join("—" if row is None else f"{row['speedup']:.2f}x" for row in line) for line in measured]
-        label = "nothing to skip" if one["method"] == "dense" else how[execution]
+        label = "dense" if one["method"] == "dense" else how[execution]
         part = f" (first {one['val_tokens']:,} tokens)" if "val_tokens" in one else ""
         lines.append(
             [run, label, f"{one['val_loss']:.4f}{part}", *(f"{100 * share:.1f}%" for share in skipped), *speed]
@@ -195,7 +197,7 @@ def write(results: Path, page_path: Path) -> None:
 
 
 def rows_of(results: Path) -> tuple[list[Row], list[Row], list[Row]]:
-    """What `page` is made of; none where a file is missing."""
+    """The rows for `page`; none if a file is missing."""
     paths = [results / f"{name}.json" for name in ("forward", "training", "decode")]
     forward, training, decoding = (rows_so_far(path) for path in paths)
     return forward, training, decoding

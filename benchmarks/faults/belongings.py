@@ -1,4 +1,4 @@
-"""Files of the user's beside ours, and links from our names to theirs: none is removed, none is written to."""
+"""The user's files next to ours, and links from our names to theirs: none is removed, none is written to."""
 
 import os
 import shutil
@@ -15,10 +15,10 @@ NEWEST, NEXT = "step-00000003", "step-00000004"
 COPIES = ("step-00000003.bak", "step-3", "step-000000003", "step-00000003 (1)", "STEP-00000003", ".step-00000003", "it")
 NOTES = ("note.txt", ".hidden", ".tmp-note", ".tmp-note-12", "config.json.bak", "model.safetensors~", "metrics.old")
 LATER = ("model.safetensors", "eval.json", "report.html")
-"""What a command writes after the training."""
+"""What a command writes after training."""
 
 Case = Callable[[Run, Path], object]
-"""Puts what is the user's into a run that is stopped after three of its steps, or into the folder `mine`."""
+"""Puts the user's files into a run stopped after three steps, or into the folder `mine`."""
 
 
 def _copies(name: str) -> Case:
@@ -46,7 +46,7 @@ def _next_step(kind: str) -> Case:
 
 
 def _elsewhere(name: str, link: Callable[[Path, Path], None]) -> Case:
-    """A file of ours, or what will be one, that the user keeps in another place too."""
+    """A file of ours, present or future, that the user also keeps in another place."""
 
     def put(run: Run, mine: Path) -> None:
         path, target = run.path / name, mine / Path(name).name
@@ -76,7 +76,7 @@ def _lock(link: Callable[[Path, Path], None], content: str) -> Case:
 
 
 def _half_written(name: str) -> Case:
-    """Under the name by which this very process would begin to write a file."""
+    """Under the temporary name that this process would use to write a file."""
 
     def put(run: Run, mine: Path) -> None:
         (mine / "theirs").write_text("mine")
@@ -110,7 +110,7 @@ CASES: dict[str, Case] = {
 
 
 def foreign_files(folder: Path, count: int, tell: Tell) -> Outcome:
-    """Go on with the run, evaluate it and report on it: whatever was the user's is there, and as it was."""
+    """Resume, evaluate and report the run: all files of the user still exist, unchanged."""
     outcome = Outcome()
     config = subject(folder, steps=4)
     stopped = stopped_run(config, folder / "stopped", 3)
@@ -144,12 +144,12 @@ def foreign_files(folder: Path, count: int, tell: Tell) -> Outcome:
 
 
 def _is_ours(path: Path) -> bool:
-    """A link at a name that we write to is replaced by what we write; what it leads to is theirs."""
+    """A link at a name that we write to is replaced by our file; its target belongs to the user."""
     return path.is_symlink() and (path.name in OUR_NAMES or path.name.startswith(".tmp-"))
 
 
 def _files(place: Path) -> dict[Path, tuple[int, bytes]]:
-    """Whatever is there that is not a folder: its inode, and its content or where it leads."""
+    """Everything there that is not a folder: its inode, and its content or link target."""
     found = {}
     for path in place.rglob("*"):
         if path.is_symlink():

@@ -41,17 +41,17 @@ class Answer:
 
     @property
     def said(self) -> list[str]:
-        """What it had to tell, without how far it was."""
+        """Its messages, without progress lines."""
         return [line.removeprefix("tokendepth: ") for line in self.err.splitlines() if line.startswith("tokendepth: ")]
 
     @property
     def refusal(self) -> str | None:
-        """The one line by which it refused; None where it did not, or had a traceback."""
+        """The one-line error; None if there was none, or a traceback."""
         return self.said[-1] if self.code == 2 and self.said and "Traceback" not in self.err else None
 
 
 class _OfThisThread(io.StringIO):
-    """What this thread writes. Another one tells how far the whole suite is, and that is for whoever waits for it."""
+    """What this thread writes. Another thread reports the progress of the suite; that is left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _OfThisThread(io.StringIO):
 
 
 def called(*words: object, patience: float = PATIENCE_S) -> Answer:
-    """In this process. Hang after `patience` seconds; whatever else it raises would be a traceback."""
+    """In this process. Hang after `patience` seconds; any other exception would be a traceback."""
     out, err, code = io.StringIO(), _OfThisThread(), 0
     start = time.process_time()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limit(patience):
@@ -74,7 +74,7 @@ def called(*words: object, patience: float = PATIENCE_S) -> Answer:
 
 
 def typed(*words: object) -> Answer:
-    """In a process of its own."""
+    """In its own process."""
     command = [sys.executable, "-m", "tokendepth", *map(str, words)]
     process = subprocess.Popen(
         command, env=package_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -89,7 +89,7 @@ def typed(*words: object) -> Answer:
 
 
 def train_words(config: RunConfig, out: Path) -> list[str]:
-    """The command line that trains, or goes on with, `config`: its recipe and all that differs from that."""
+    """The command line that trains or resumes `config`: its recipe and all differences from it."""
     words = ["train", config.recipe, "--out", str(out), "--resume"]
     for part in ("data", "model", "method", "train"):
         own, usual = getattr(config, part), getattr(recipe(config.recipe), part)
@@ -112,12 +112,12 @@ class Reading:
     path: Path
     words: tuple[str, ...]
     run: Path
-    """The run folder, which each attempt gets anew; `path` may be in it."""
+    """The run folder, restored for each attempt; `path` may be in it."""
     original: Path
     right: Any
-    """What the command makes of it where nothing is damaged."""
+    """The command's result if nothing is damaged."""
     required: bool = True
-    """The command has to refuse another file in its place; what is not required it can do without, or make anew."""
+    """The command must reject any other file instead. If not required, it can work without the file or make it anew."""
 
     @property
     def name(self) -> str:
@@ -136,7 +136,7 @@ class Reading:
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[bytes]:
-        """The run as it was; yields the content of the file, which may be outside of it and is put back in the end."""
+        """Restore the run; yields the content of the file, which is restored at the end, also outside of the run."""
         _replace_folder(self.run, self.original)
         content = self.path.read_bytes()
         try:
@@ -147,9 +147,9 @@ class Reading:
                 self.path.write_bytes(content)
 
     def check(self, outcome: Outcome, answer: Answer, what: str, *, same: bool = False) -> str | None:
-        """The right answer, or a refusal in one line, which is returned; only the right one where nothing changed."""
+        """Check for the right result or a one-line error, which is returned; with `same`, only the result is right."""
         if refusal := answer.refusal:
-            outcome.check(not same, f"{self.name}, {what}: the file as it was is refused: {refusal}")
+            outcome.check(not same, f"{self.name}, {what}: the unchanged file is rejected: {refusal}")
             return refusal
         if answer.code:
             outcome.check(False, f"{self.name}, {what}: exit code {answer.code}: {answer.err[-300:]}")
@@ -177,7 +177,7 @@ def remove(path: Path) -> None:
 
 
 def readings(folder: Path) -> list[Reading]:
-    """Of runs that were begun, stopped, and finished with an evaluation and thresholds; of their texts and tokens."""
+    """For runs that have begun, stopped, or finished with evaluation and thresholds, and for their texts and tokens."""
     tsa = subject(folder, steps=4)
     budget = subject(folder / "text", BudgetConfig(), recipe="demo.budget", steps=2)
     expected = train(tsa, folder / "expected", show=False)

@@ -10,7 +10,7 @@ from tokendepth.runs.files import MANIFEST
 
 
 def flipped(content: bytes, dice: random.Random) -> bytes:
-    """With one bit, any of them, the other way round."""
+    """With one random bit flipped."""
     changed, bit = bytearray(content), dice.randrange(8 * len(content))
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
@@ -26,11 +26,11 @@ WAYS: dict[str, Callable[[bytes, random.Random], bytes | None]] = {
 MAY_BE_MISSING = {("report", "eval.json"), ("report", MANIFEST)}
 """Of a run that was not evaluated, or is not finished, as the report then says."""
 TYPED_EVERY = 20
-"""Of so many attempts one is a process of its own."""
+"""One in so many attempts runs in its own process."""
 
 
 def damage(folder: Path, count: int, tell: Tell) -> Outcome:
-    """Found and named. A run that was stopped goes on to the same bits; a finished one is refused.
+    """Found and named. A stopped run recovers and ends with identical weights; a finished one is rejected.
 
     `count` is of files and the commands that read them; each is damaged in every way.
     """
@@ -53,7 +53,7 @@ def damage(folder: Path, count: int, tell: Tell) -> Outcome:
 
 
 def _check(reading: Reading, answer: Answer, way: str, outcome: Outcome) -> bool:
-    """Returns whether the answer was the right one all the same."""
+    """Returns whether the result was right nevertheless."""
     refusal = reading.check(outcome, answer, way)
     if refusal is not None:
         outcome.said([refusal], reading.original.parent)

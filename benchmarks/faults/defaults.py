@@ -1,4 +1,4 @@
-"""What a server does when nobody told it otherwise: who reaches it, and what it answers to hostile strings."""
+"""A server with default options: who can reach it, and what it answers to hostile strings."""
 
 import ast
 import json
@@ -24,7 +24,7 @@ HOSTILE = (
     "x\r\nSet-Cookie: a=b", "x\nHTTP/1.1 200 OK\n\n<html>", "\x1b]0;title\x07\x1b[31m", "\u202egnp.exe", "\ufeff<html>",
     "\x00<script>", "\ud800<script>", "<script>" * 500,
 )  # fmt: skip
-"""Fifty strings that something else than a reader of JSON might execute."""
+"""Fifty strings that anything but a JSON parser might execute."""
 ORIGIN = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
 ADDRESSES = (("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/health"))
 

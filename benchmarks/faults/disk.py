@@ -47,8 +47,8 @@ def full(folder: Path, count: int, tell: Tell) -> Outcome:
 
 
 def read_only(folder: Path, count: int, tell: Tell) -> Outcome:
-    """From a random step on nothing in the run folder may be written. Root, who may, becomes nobody for it."""
-    with tempfile.TemporaryDirectory() as place:  # where nobody may pass
+    """From a random step on the run folder is read-only. Root, who could still write, becomes `nobody` for this."""
+    with tempfile.TemporaryDirectory() as place:  # accessible to the user nobody
         os.chmod(place, 0o755)
         return _disturb(folder, Path(place), count, tell, _forbidden, "permission denied")
 
@@ -61,7 +61,7 @@ def _disturb(
     trouble: Callable[[Run, random.Random], contextlib.AbstractContextManager],
     told: str,
 ) -> Outcome:
-    """Train in `place` with `trouble` from a random step on: one line, the last checkpoint whole, the same end."""
+    """Train in `place` with `trouble` from a random step on: a one-line error, last checkpoint intact, the same end."""
     outcome, dice = Outcome(), random.Random(3)
     config = subject(folder, steps=STEPS)
     expected = train(config, folder / "expected", show=False)

@@ -44,7 +44,7 @@ class Found:
     router: float = 0.0
     """The largest error of a router's logits."""
     distance: float = 0.0
-    """How far apart the two logits of a flip were at the most; the threshold lies between them."""
+    """The largest difference between the two logits of a flip; the threshold is between them."""
     others: float = 0.0
     """The largest error of cached, batched and padded passes."""
 
@@ -83,7 +83,7 @@ def _check(outcome: Outcome, name: str, found: Found) -> None:
 
 
 def lively(name: str, model: ModelConfig) -> LanguageModel:
-    """The first seed at which every site works on some of the tokens and not on all."""
+    """The first seed at which every site processes some of the tokens, but not all."""
     method = LESS_SURE.get(name) or METHOD_CONFIGS[name]()
     for seed in range(SEEDS):
         config = RunConfig(model=model, method=method, train=TrainConfig(seed=seed))

@@ -26,7 +26,7 @@ PATIENCE_S = 120
 
 @dataclass(frozen=True)
 class Victim:
-    """A run to be killed: one of every method, each with intervals of saving, threads and a precision of its own."""
+    """A run to be killed: one of every method, each with its own checkpoint interval, threads and precision."""
 
     config: RunConfig
     threads: int
@@ -94,7 +94,7 @@ SPARE_RESTARTS = 3
 
 
 def kill_rank(folder: Path, count: int, tell: Tell) -> Outcome:
-    """A random one of two ranks under torchrun is killed; torchrun starts both again, and they resume."""
+    """A random one of two ranks under torchrun is killed; torchrun restarts both, and they resume."""
     outcome, dice = Outcome(), random.Random(1)
     config = subject(folder, steps=60, eval_every=20)
 
@@ -156,13 +156,13 @@ def _ended(torchrun: subprocess.Popen) -> int:
     try:
         return torchrun.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
-        torchrun.terminate()  # it ends its ranks
+        torchrun.terminate()  # also ends its ranks
         torchrun.wait()
         raise Hang(f"torchrun did not end within {PATIENCE_S} s") from None
 
 
 def _kill(torchrun: int, rank: int) -> bool:
-    """Kill the rank; False where it has come to its end."""
+    """Kill the rank; False if it has already ended."""
     for child in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
         with contextlib.suppress(OSError):
             if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{child}/environ").read_bytes():
@@ -217,7 +217,7 @@ def _stopped_once(
 
 
 def second(folder: Path, count: int, tell: Tell) -> Outcome:
-    """A second process on the folder of one at work is refused and told whose it is; when that is killed, it may."""
+    """A second process on a folder in use is rejected, naming the first; once that is killed, it may use the folder."""
     outcome = Outcome()
     config = subject(folder, steps=4)
     with Server(folder) as server:
@@ -228,7 +228,7 @@ def second(folder: Path, count: int, tell: Tell) -> Outcome:
                 child = server.start(config, run.path, action="sleep", step=2)
                 child.wait_for("asleep")
                 holder = f"process {child.pid} on "
-                if attempt % 2:  # somebody tidies up; then nobody can tell who holds the folder
+                if attempt % 2:  # someone removes the lock file; then the holder cannot be named
                     (run.path / LOCK).unlink()
                     holder = "another process"
                 before = _names(run.path)

@@ -1,4 +1,4 @@
-"""Malformed requests for the server, as many as wanted: whatever arrives, it answers in the API's shape and goes on."""
+"""Any number of malformed requests for the server: it always answers in the API's format and keeps serving."""
 
 import json
 import random
@@ -38,7 +38,7 @@ NOT_HTTP = (
     b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET /health HTTP/1.1\r\nHost: a\x00b\r\n\r\n", b"GET /health HTTP/1.1\r\nX: " + b"y" * 70_000 + b"\r\n\r\n",
 )  # fmt: skip
-"""What is no request of HTTP/1.1 at all."""
+"""Not HTTP/1.1 requests at all."""
 
 
 def malformed(folder: Path, count: int, tell: Tell) -> Outcome:
@@ -101,7 +101,7 @@ def attack(url: str, model: str, count: int, seed: int = 0, tell: Callable[[int]
 
 
 def not_http(served: Served, count: int, found: Found, seed: int = 0) -> None:
-    """Refused in the API's shape as well, and the connection is closed."""
+    """Also rejected in the API's format, and the connection is closed."""
     dice = random.Random(seed)
     for number in range(count):
         content = NOT_HTTP[number] if number < len(NOT_HTTP) else dice.randbytes(dice.randint(1, 300)) + b"\r\n\r\n"

@@ -9,7 +9,7 @@ from benchmarks.faults.outcome import Outcome, Tell, forget_peak, memory
 LONGEST_S = 2.0
 MOST_MEMORY = 2**30
 TYPED_EVERY = 400
-"""Of so many attempts one is a process of its own; the others are commands in this one, which take a hundredth."""
+"""One in so many attempts runs in its own process; the others run in this one, which takes a hundredth of the time."""
 SLOW = ("train", "evaluate", "calibrate")
 
 

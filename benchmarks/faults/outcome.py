@@ -1,4 +1,4 @@
-"""What came of one kind of fault, injected many times; and the small run that is disturbed."""
+"""The outcome of one kind of fault, injected many times; and the small run that it is injected into."""
 
 import contextlib
 import os
@@ -16,23 +16,23 @@ from tokendepth.errors import UserError
 from tokendepth.runs.run import Run
 
 Tell = Callable[[int, int], None]
-"""Called with how many are done, of how many."""
+"""Called with the number done and the total."""
 
 LIMIT_S = 120.0
-"""An attempt that takes longer hangs, however busy the machine is; one takes some tenths of a second."""
+"""An attempt that takes longer hangs, however busy the machine is; a normal one takes tenths of a second."""
 
 
 class Hang(BaseException):
-    """Something did not end within its limit. No Exception, which whatever hangs could take for one of its own."""
+    """Something did not end within its limit. Not an Exception, which the code that hangs could catch."""
 
 
 class NotTried(Exception):
-    """There was nothing left to disturb: a process came to its end before it could be."""
+    """There was nothing left to disturb: the process ended first."""
 
 
 @contextlib.contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raise Hang in this process, by SIGALRM, where the block takes longer."""
+    """Raise Hang in this process, by SIGALRM, if the block takes longer."""
 
     def late(number: int, frame: object) -> None:
         raise Hang(f"did not end within {seconds:g} s")
@@ -43,7 +43,7 @@ def limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, left)  # of the limit that this one is inside of
+        signal.setitimer(signal.ITIMER_REAL, left)  # of the enclosing limit
 
 
 @dataclass
@@ -51,11 +51,11 @@ class Outcome:
     attempts: int = 0
     failures: list[str] = field(default_factory=list)
     hangs: int = 0
-    """So many of the failures are processes, or commands in this one, that ran into their time limit."""
+    """How many of the failures are processes, or commands in this one, that hit their time limit."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """What else was counted or measured."""
+    """Further counts and measurements."""
     says: list[str] = field(default_factory=list)
-    """What a user was told, every different line once."""
+    """Messages shown to the user, each different line once."""
     skipped: str = ""
     """Why nothing was tried on this machine."""
 
@@ -73,7 +73,7 @@ class Outcome:
 
     @contextlib.contextmanager
     def guard(self, name: str) -> Iterator[None]:
-        """Whatever ends the block early, a limit or an error that nobody expected, is a failure."""
+        """Anything that ends the block early, a limit or an unexpected error, is a failure."""
         try:
             yield
         except NotTried:
@@ -85,7 +85,7 @@ class Outcome:
             self.failures.append(f"{name}: {type(error).__name__}: {error}")
 
     def compare(self, run: Run, expected: Run, *, metrics: bool = True) -> None:
-        """A run that was disturbed and gone on with must end as the undisturbed one did."""
+        """A run that was disturbed and resumed must end like the undisturbed one."""
         try:
             difference = max_difference(run, expected)
             self.check(difference == 0.0, f"{run.name}: weights differ by {difference}")
@@ -94,7 +94,7 @@ class Outcome:
             self.failures.append(str(error))
 
     def said(self, lines: list[str], folder: Path) -> None:
-        """Keep what was said, without the folders that this measurement made up; numbers make no new line."""
+        """Keep messages, without this measurement's folders; lines that differ only in numbers count as one."""
         known = {re.sub(r"\d+", "0", line) for line in self.says}
         for line in lines:
             plain = line.replace(str(folder), "RUNS")
@@ -123,26 +123,26 @@ def subject(
 
 
 def max_difference(run: Run, expected: Run) -> float:
-    """Of any weight; infinite where the two do not have the same ones, 0.0 only where they are the same to the bit."""
+    """Over all weights; infinite if the two do not have the same ones, 0.0 only if they are identical bit for bit."""
     one, other = run.weights(), expected.weights()
     if {n: a.tobytes() for n, a in one.items()} == {n: a.tobytes() for n, a in other.items()}:
         return 0.0
     if {n: a.shape for n, a in one.items()} != {n: a.shape for n, a in other.items()}:
         return float("inf")
     largest = max(float(np.abs(one[n].astype(np.float64) - other[n]).max()) for n in one)
-    return largest if largest > 0 else float("inf")  # the same value in other bits, or NaN
+    return largest if largest > 0 else float("inf")  # equal values with different bits, or NaN
 
 
 def steady(run: Run) -> list[dict[str, Any]]:
-    """Metrics without the one number that a clock makes."""
+    """Metrics without the only one that depends on the clock."""
     return [{key: value for key, value in row.items() if key != "tokens_per_s"} for row in run.metrics()]
 
 
 def package_environment() -> dict[str, str]:
-    """For a process that is to import this very package, with one thread: bits depend on how many share a sum."""
+    """For a process that imports this copy of the package, with one thread: sums depend on the number of threads."""
     root = str(Path(__file__).resolve().parents[2])
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    passive = {"OMP_WAIT_POLICY": "PASSIVE"}  # where there are more, they wait without keeping a core busy
+    passive = {"OMP_WAIT_POLICY": "PASSIVE"}  # if there are more, they wait without occupying a core
     return {
         **os.environ,
         **threads,
@@ -152,12 +152,12 @@ def package_environment() -> dict[str, str]:
 
 
 def forget_peak() -> None:
-    """Of this process's memory: what it did before does not count."""
+    """Reset this process's peak memory: earlier use does not count."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def memory(name: str) -> int:
-    """Bytes that Linux counts for this process: VmRSS now, VmHWM at most."""
+    """Memory of this process in bytes, from Linux: VmRSS now, VmHWM at its peak."""
     status = Path("/proc/self/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""A port that stays free until somebody who is told of it listens there."""
+"""A port that stays free until the process that is given it listens there."""
 
 import random
 import socket

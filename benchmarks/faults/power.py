@@ -29,7 +29,7 @@ WATCHED = ("fsync", "rename", "replace", "mkdir", "unlink", "remove", "rmdir", "
 
 
 class PowerCut(BaseException):
-    """No Exception: nobody handles it."""
+    """Not an Exception, so that nothing handles it."""
 
 
 class Disk:
@@ -256,7 +256,7 @@ def _work(
 
 @contextlib.contextmanager
 def _promises(noted: dict[str, Any]) -> Iterator[None]:
-    """Note in `noted` what has returned: whoever was told that something is saved relies on it."""
+    """Note in `noted` which saves have returned: from then on users rely on them."""
     real = {name: getattr(Run, name) for name in ("save_checkpoint", "finish", "write_evaluation")}
 
     def noting(name: str) -> Callable:
@@ -276,7 +276,7 @@ def _promises(noted: dict[str, Any]) -> Iterator[None]:
 
 
 def _check(outcome: Outcome, run: Run, expected: Run, promised: dict[str, Any]) -> None:
-    """Whatever was promised is there, and nothing that is there is damaged."""
+    """Everything promised is there, and nothing there is damaged."""
     if "write_evaluation" in promised:
         outcome.check(run.path.exists() and run.evaluation is not None, f"{run.path}: the evaluation is lost")
     _ = run.evaluation

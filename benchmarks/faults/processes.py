@@ -17,7 +17,7 @@ from tokendepth.config import RunConfig, to_dict
 from tokendepth.runs.run import Run
 
 PATIENCE_S = 60.0
-"""A process that reports nothing for so long hangs."""
+"""A process that reports nothing for this long hangs."""
 
 
 class Server:
@@ -57,7 +57,7 @@ class Server:
         return self.child
 
     def finish(self, config: RunConfig, out: Path, **rest: Any) -> Run:
-        """Train to the end, or go on to it."""
+        """Train, or resume, to the end."""
         child = self.start(config, out, **rest)
         code = child.exit_code()
         assert code == 0, f"exit code {code}: {child.said}"

@@ -1,4 +1,4 @@
-"""Clients that go away, dawdle, never end or never read; and a server that is killed or told to stop under load."""
+"""Clients that disconnect, are slow, never end or never read; and a server that is killed or stopped under load."""
 
 import contextlib
 import http.client
@@ -53,7 +53,7 @@ def _gone_in_the_body(served: Served, outcome: Outcome) -> None:
 
 
 def _reset(served: Served, outcome: Outcome) -> None:
-    """Without a farewell, as a machine that loses its network."""
+    """The connection is reset instead of closed, as when a machine crashes."""
     with served.connect() as client:
         sent(client, stream=True)
         client.recv(1)
@@ -117,7 +117,7 @@ def rude_clients(folder: Path, count: int, tell: Tell) -> Outcome:
 
 
 def _slow_ones(served: Served, count: int, outcome: Outcome) -> None:
-    """Heads and bodies that come a byte at a time, and answers that nobody reads: closed when their time is up."""
+    """Heads and bodies sent a byte at a time, and answers that are not read: closed at the time limit."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(served.connect(buffer=4096)) for _ in range(count)]
         readers, dawdling = clients[:SLOW_READERS], clients[SLOW_READERS:]
@@ -148,7 +148,7 @@ def _refuses(client: socket.socket) -> bool:
 
 
 def _was_cut_off(client: socket.socket) -> bool:
-    """An answer that was not read in time does not come to its end."""
+    """An answer that was not read in time is incomplete."""
     answer = b""
     client.settimeout(SLACK_S)
     try:

@@ -1,4 +1,4 @@
-"""A server of a small run in a process of its own, as a user starts it, and what its clients need to be rude to it."""
+"""A server of a small run in its own process, as a user starts it, and tools for rude clients."""
 
 import contextlib
 import http.client
@@ -125,7 +125,7 @@ class Served:
 
     @property
     def memory(self) -> int:
-        """Bytes that are resident."""
+        """Resident memory in bytes."""
         (found,) = re.findall(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
         return int(found) * 1024
 
@@ -175,7 +175,7 @@ def start(run: Run, *words: str) -> subprocess.Popen[str]:
 
 
 def port_of(process: subprocess.Popen[str]) -> int:
-    """As soon as it serves."""
+    """Its port, as soon as it serves."""
     assert process.stdout is not None
     assert process.stderr is not None
     line = process.stdout.readline()

@@ -18,7 +18,7 @@ STDERR = ("gone", "/dev/full", "stalled")
 
 
 def signals(folder: Path, count: int, tell: Tell) -> Outcome:
-    """A training saves first; with nobody to tell it goes on; and no command has a traceback."""
+    """Training saves before it ends, or continues if only its output is gone; no command has a traceback."""
     outcome, dice = Outcome(), random.Random(11)
     config = subject(folder, steps=6, checkpoint_every=1000)
     finished = train(subject(folder, BudgetConfig(), steps=2), folder / "finished", show=False)

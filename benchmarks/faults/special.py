@@ -1,4 +1,4 @@
-"""Whatever can be in the place of a file: a pipe, a device, a file without end, a folder, a link."""
+"""What can be there instead of a file: a pipe, a device, an endless file, a folder, a link."""
 
 import os
 import random
@@ -16,7 +16,7 @@ PATIENCE_S = 30.0
 """On the clock, for what waits and takes no time of its own."""
 MOST_MEMORY = 2**28
 TYPED_EVERY = 25
-"""Of so many attempts one is a process of its own."""
+"""One in so many attempts runs in its own process."""
 
 
 def device(path: Path) -> None:
@@ -49,7 +49,7 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
 
 
 def special_files(folder: Path, count: int, tell: Tell) -> Outcome:
-    """Something else in the place of each file, for each command that reads it: the right answer, or one line."""
+    """Something else instead of each file, for each command that reads it: the right result or a one-line error."""
     outcome, dice, slowest = Outcome(), random.Random(9), 0.0
     cases = [(reading, kind) for reading in readings(folder) for kind in SPECIAL]
     dice.shuffle(cases)
