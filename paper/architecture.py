@@ -1,4 +1,4 @@
-"""The method as a drawing: what a block does with a token's gate while training, and what it skips when executed."""
+"""The drawing of the TSA method: how a block uses a token's gate in training, and what it skips at inference."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ PLAIN, WORK = "#eef1f4", "#dcefe9"
 GATE = look("tsa").colour
 ROUTER = GATE + "26"
 PASSED = "#6b7783"
-"""The way of a token that is skipped."""
+"""The path of a skipped token."""
 
 
 def architecture() -> Drawing:
@@ -31,9 +31,9 @@ def architecture() -> Drawing:
         _soft(soft)
         _sparse(sparse)
         caption = (
-            "Token-Selective Attention. Left, training: each token's update by attention and feed-forward is scaled by "
-            "1 - p, so every layer is computed. Right, inference: a token with p above 0.5 passes unchanged; it still "
-            "leaves its key and value for the others."
+            "Token-Selective Attention. Left, training: each token's attention and feed-forward updates are scaled by "
+            "1 - p, so every layer is computed. Right, inference: a token with p above 0.5 skips the block unchanged; "
+            "it still provides its key and value to the others."
         )
         return render(figure, "architecture", caption)
 

@@ -1,4 +1,4 @@
-"""What the paper claims in its text, beside what our numbers say: soft, as it measures, and executed."""
+"""Claims in the text of the TSA paper, compared with our numbers: soft, as it measures, and with skipping."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ NONE = "\u2014"
 @dataclass(frozen=True)
 class _Claim:
     row: str
-    """As paper/paper.json calls it."""
+    """Its name in paper/paper.json."""
     words: str
     form: str
     soft: Stat | None
@@ -22,8 +22,8 @@ class _Claim:
 
 
 def claims(e: Evidence) -> str:
-    """A table, one line a claim."""
-    lines = ["| claim | published | ours, soft | ours, executed | verdict, soft | verdict, executed |"]
+    """A table with one line per claim."""
+    lines = ["| claim | published | ours, soft | ours, with skipping | verdict, soft | verdict, with skipping |"]
     lines.append("|---|--:|--:|--:|---|---|")
     for claim in _claims(e):
         published = e.published("claims", claim.row)["value"]
@@ -37,7 +37,7 @@ def claims(e: Evidence) -> str:
 
 
 def _verdict(published: float, ours: Stat | str | None, claim: _Claim) -> str:
-    """Two standard deviations, or what was rounded away in print."""
+    """Within two standard deviations, or within the rounding of the printed number."""
     if ours is None or isinstance(ours, str):
         return NOT_RUN if ours is None else ours
     if claim.at_most:
@@ -57,33 +57,33 @@ def _claims(e: Evidence) -> list[_Claim]:
 
     start, gate = e.stat(TSA, "soft", "active_fraction", of="initial"), e.timed(condition="soft")
     return [
-        _Claim("router overhead", "parameters that the routers add", "+.1%", e.against(TSA, DENSE, "parameters")),
+        _Claim("router overhead", "parameters added by the routers", "+.1%", e.against(TSA, DENSE, "parameters")),
         _Claim(
             "halting probability at initialisation",
             "halting probability before training",
             ".2f",
             start and Stat(tuple(1 - value for value in start.values)),
         ),
-        _Claim("TSA on Shakespeare", "loss against dense, Shakespeare", "+.1%", *pair(TSA, DENSE)),
-        _Claim("TSA on enwik8", "loss against dense, enwik8", "+.1%", *pair(ENWIK8_TSA, ENWIK8_DENSE)),
+        _Claim("TSA on Shakespeare", "loss relative to dense, Shakespeare", "+.1%", *pair(TSA, DENSE)),
+        _Claim("TSA on enwik8", "loss relative to dense, enwik8", "+.1%", *pair(ENWIK8_TSA, ENWIK8_DENSE)),
         _Claim(
             "loss at penalty 0.05 against the baseline, at most",
-            "loss against dense at penalty 0.05",
+            "loss relative to dense at penalty 0.05",
             "+.1%",
             *pair(penalty(0.05), DENSE),
             at_most=True,
         ),
         _Claim(
             "TLOps saved at penalty 0.05 against 0.001",
-            "TLOps saved at penalty 0.05, as a multiple of those at 0.001",
+            "TLOps saved at penalty 0.05, as a multiple of those saved at 0.001",
             ".1f",
             times("tlops_saved_soft"),
             times("tlops_skipped"),
         ),
-        _Claim("loss at penalty 0.5", "loss against dense at penalty 0.5", "+.1%", *pair(penalty(0.5), DENSE)),
+        _Claim("loss at penalty 0.5", "loss relative to dense at penalty 0.5", "+.1%", *pair(penalty(0.5), DENSE)),
         _Claim(
             "soft TSA overhead",
-            "time that soft gates add to a forward pass",
+            "time added to a forward pass by soft gates",
             "+.1%",
             Stat((1 / gate["speedup"] - 1,)) if gate else None,
         ),

@@ -1,12 +1,12 @@
-"""Every method on Tiny-Shakespeare: what its tables need and results/ does not hold yet is trained and measured.
+"""Every method on Tiny-Shakespeare: trains and measures what the tables need and results/ does not have yet.
 
     from paper.compare import compare
-    compare(max_minutes=9)                          # repeat it until it says that nothing is left
+    compare(max_minutes=9)                          # repeat until it reports that nothing is left
 
-First the runs, then the costs of each setting's first seed, when nothing else runs: the time of a forward pass on the
-CPU, the FLOPs of a training step, and what is in the cache of keys and values after reading a text. Costs need the
-trained model, so part of a call's time is kept for the runs that it has at hand; where only a row is left, the model is
-trained again, once there is nothing else to train.
+First come the runs, then the costs of each setting's first seed, with nothing else running: the time of a forward pass
+on the CPU, the FLOPs of a training step, and the contents of the KV cache after reading a text. Costs need the trained
+model, so part of the time of a call is kept for the run folders that exist. If only a row is left, the model is trained
+again once there is nothing else to train.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from tokendepth.runs.run import Run
 from tokendepth.training.progress import console
 
 TRAINING = 0.8
-"""Share of the time of a call after which no run is trained any more."""
+"""Share of the time of a call after which no more runs are trained."""
 
 
 def compare(
@@ -38,8 +38,8 @@ def compare(
 ) -> Progress:
     """Fill the rows of the comparison; run folders go to `out`, rows to `results`.
 
-    `quick` takes a miniature of everything, one seed on this CPU: it shows how it works and says nothing about any
-    method, so give it a `results` of its own.
+    `quick` runs a miniature of everything, one seed on this CPU. It shows how the command works and says nothing about
+    any method, so give it its own `results`.
     """
     grid.check_size(seeds, max_minutes)
     training, deadline = (Deadline.after(max_minutes and share * max_minutes) for share in (TRAINING, 1.0))
@@ -92,18 +92,18 @@ class _Study:
         self.say(f"{len(todo)} settings whose costs are not measured")
         left = self._measure(outcomes, todo)
         if left and not self.progress.left and not self.training.passed():
-            # Rows of the folders' own go where the folders go: what is lost with them is not taken for there.
+            # Their rows go where the folders go, so that they are lost together.
             self.fill({name: config for one in left for name, config in self._first(one).items()}, self.out / RUNS)
             left = self._measure(outcomes, left)
         self.progress.left += [f"costs of {setting.title}" for setting in left]
 
     def _measure(self, outcomes: Outcomes, todo: list[Setting]) -> list[Setting]:
-        """The costs of those whose trained models are at hand, or that need none; the others are returned."""
+        """Measure those whose trained models exist, or that need none; return the others."""
         from paper import costs
 
         at_hand = [one for one in todo if one.method == "dense" or self._run(one).finished]
         left = [one for one in todo if one not in at_hand]
-        dense = outcomes.configs[self.comparison.settings[0]]  # six plain layers: all are timed against them
+        dense = outcomes.configs[self.comparison.settings[0]]  # six plain layers: all times are relative to them
         with progress.Progress("measuring costs", len(at_hand), unit="settings", show=self.show) as shown:
             for setting in at_hand:
                 if self.deadline.passed():

@@ -1,6 +1,6 @@
 """docs/COMPARISON.md and its figures, made from results/: who beats dense models when tuned, and two untuned tables.
 
-What has no row is `not run`.
+A setting without a row is `not run`.
 """
 
 import textwrap
@@ -17,51 +17,54 @@ from tokendepth.runs.files import disk_faults, write_bytes
 HEAD = """\
 # Every method, compared
 
-Every method executed sparsely (what a token skips is not computed), and measured in one way beside dense models of the
-same executed FLOPs. What each method is: [methods/](methods/). This page is generated from [results/](../results/) by
-`make readme`, and a test fails when it is stale; what has no row yet is `not run`.
+Every method with tokens really skipped, compared with dense models with the same executed FLOPs. The methods are
+described in [methods/](methods/). `not run`: no result yet. This page is generated from [results/](../results/) by
+`make readme`.
 
-## enwik8 by bytes, all tuned alike
+## enwik8 by bytes, all tuned with the same search
 """
 UNTUNED = f"""\
 ## Tiny-Shakespeare, not tuned
 
-Every system of the paper, trained with the same optimiser, learning rate (3e-4), batches and number of steps but for
-what [the notes](#what-to-know) say; on validation text. **Only budget routing was tuned**, on this same text; the
-others ran at one or two settings. The rows come from `python -m paper compare`.
+All methods were trained with the same optimiser, learning rate (3e-4), batches and number of steps, with the exceptions
+in [the notes](#notes); losses are on validation text. **Only budget routing was tuned**, on this same text; the others
+ran at one or two settings. The rows come from `python -m paper compare`.
 
-**Matched parameters** holds what has the dense model's parameters within {SAME_PARAMETERS:.0%}. Methods that share
-weights between layers get a wider feed-forward network for it; Switch, whose experts multiply them, a narrower one.
+**Matched parameters** has the models whose parameters are within {SAME_PARAMETERS:.0%} of the dense model's. For this,
+methods that share weights between layers get a wider feed-forward network; Switch, whose experts multiply the
+parameters, gets a narrower one.
 
-**Matched FLOPs** holds everything. What a method executes cannot always be set, so the dense models come to it: beside
-each loss stands that of dense models at the same executed FLOPs, on the straight line between the numbers of layers,
-{min(LAYERS)} to {max(LAYERS)}, of the same seeds. Up to {SAME_FLOPS:.0%} beyond the ends the last one stands for it,
-since routers cost a little more than the layers that they guard; further off it is `outside`.
+**Matched FLOPs** has all models. The FLOPs of a method cannot always be set, so each loss is compared with dense models
+at the same executed FLOPs: linear interpolation between those with {min(LAYERS)} to {max(LAYERS)} layers and the same
+seeds. Up to {SAME_FLOPS:.0%} beyond the ends the last one is used, since routers cost a little more than the layers
+they control; further off it is `outside`.
 
-- **loss**: nats per character on validation text, executed; mean ± standard deviation over n seeds.
-- **work skipped**: share of the method's own token-layer work that was not executed.
+- **loss**: nats per character on validation text, with tokens really skipped; mean ± standard deviation over n seeds.
+- **active**: the share of tokens that a routed block processes, averaged over routed blocks.
+- **work skipped**: share of the method's own token-layer operations that were not executed.
 - **FLOPs**: executed, per token, with routers and output head.
-- **training PFLOPs**: of the whole run, forward and backward, counted as they are dispatched, in 10^15.
-- **K/V bytes**: keys and values per token in float32, counted in the cache after reading validation text; `of` names
-  the room that the cache reserves where that is more, since its shapes are fixed.
-- **speed**: of a forward pass on a CPU, op by op, against the dense model with six layers, measured; above 1 is faster.
-  How much of what is skipped shows depends on the number of threads, and on compiling: [SPEED.md](SPEED.md) has two
-  cores and a GPU.
+- **training PFLOPs**: for the whole run, forward and backward, counted as dispatched, in 10^15.
+- **K/V bytes**: keys and values per token in float32, in the cache after reading validation text; `of` gives the size
+  reserved by the cache if that is more, since its shapes are fixed.
+- **speed**: of a forward pass on a CPU without compiling, relative to the dense model with six layers; above 1 is
+  faster. It depends on the number of threads and on compiling: [SPEED.md](SPEED.md) has two cores and a GPU.
 """
 NOTES = """\
-- Switch chooses among experts of one cost: it skips only what overflows, and saves no depth by design.
-- TSA and ACT cannot be told what to spend: two prices of depth are tried, not two budgets.
-- Exits are shown at that threshold whose work comes nearest to the budget on the first seed; its losses are not asked.
-- Budget and random routing are trained by two passes a step at budgets that are drawn, so that one model serves every
-  budget. On enwik8 nobody is: there two passes and drawn budgets cost quality ([log](LOG.md)).
-- `two passes` skips nothing: routers keep and weigh all tokens, trained as budget routing is, by
-  two passes a step that are drawn together. `half the batch` is budget routing at the training cost of a dense step.
+- Switch chooses among experts with the same cost: it skips a token only if its expert is full, and saves no depth by
+  design.
+- TSA and ACT take no budget, so two prices of depth are tried instead of two budgets.
+- Early exits are shown at the threshold whose work is closest to the budget for the first seed, whatever its loss.
+- Budget and random routing are trained with two forward passes per step at random budgets, so that one model serves
+  every budget. On enwik8 no method is, since both cost quality there ([log](LOG.md)).
+- `two passes` skips nothing: routers keep and weigh all tokens. Training takes two forward passes per step, whose
+  predictions are drawn together, as for budget routing. `half the batch` is budget routing at the training cost of a
+  dense step.
 """
 TITLES = ["setting", "loss", "active", "work skipped", "FLOPs", "training PFLOPs", "parameters", "K/V bytes", "speed"]
 
 
 def document(outcomes: Outcomes, figure: str, tuned: str) -> str:
-    """The whole page; `figure` and `tuned`, what there is to say of enwik8, are Markdown."""
+    """The whole page; `figure` and `tuned`, the part about enwik8, are Markdown."""
     parts = [HEAD, tuned, UNTUNED]
     shares = outcomes.shares()
     if note := older(shares):
@@ -71,15 +74,21 @@ def document(outcomes: Outcomes, figure: str, tuned: str) -> str:
     parts.append(verdicts(outcomes))
     parts.append(trained_alike(outcomes))
     if timed := _timed(outcomes):
-        parts.append(f"Timed on {timed}.\n")
-    parts += [figure, f"## What to know\n\n{NOTES}"]
+        parts.append(f"Speeds were measured on {timed}.\n")
+    parts += [figure, f"## Notes\n\n{NOTES}"]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 
 def wrapped(text: str) -> str:
-    """Lines of a length that a difference can be read in; those of a list's item below each other."""
+    """Lines of at most 120 characters; those of a list item are indented."""
     indent = "  " if text.startswith("- ") else ""
     return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def picture(name: str, caption: str, folder: str = "figures") -> str:
+    """A figure and its caption, whose first sentence is also the alternative text."""
+    first = caption.split(". ")[0].removesuffix(".")
+    return f"![{first}]({folder}/{name}.png)\n\n{wrapped(caption)}\n"
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -134,7 +143,7 @@ def _mean(stat: Stat | None, form: str) -> str:
 
 
 def trained_alike(outcomes: Outcomes) -> str:
-    """Is it the routing, or that training saw every sequence twice? Budget routing beside models that did too."""
+    """Is it the routing, or that training saw every sequence twice? Budget routing vs. models that did so, too."""
     if not outcomes.of("two_passes"):
         return ""
     trained = [setting for setting in outcomes.of("budget") if setting.level != "any"]
@@ -143,13 +152,14 @@ def trained_alike(outcomes: Outcomes) -> str:
     ]
     titles = ["setting", "loss", "two passes, same FLOPs", "difference"]
     words = (
-        "Budget routing against models of the same executed FLOPs that skip nothing and were trained by two passes too:"
+        "Budget routing compared with models that skip nothing, have the same executed FLOPs and were also trained "
+        "with two forward passes per step:"
     )
     return f"{wrapped(words)}\n\n{table(titles, rows)}"
 
 
 def beside(outcomes: Outcomes, setting: Setting, line: str = "dense") -> tuple[str, str]:
-    """The loss of dense models at the same executed FLOPs, and how far from it this one is."""
+    """The loss of dense models at the same executed FLOPs, and the difference to it."""
     if setting.method == line:
         return DASH, DASH
     found = outcomes.beside(setting, line)
@@ -163,22 +173,22 @@ def beside(outcomes: Outcomes, setting: Setting, line: str = "dense") -> tuple[s
 
 # --- in words ---------------------------------------------------------------------------------------------------------
 
-FAR = 0.02
-WHY = "since those of one setting lie nearly as far apart on Tiny-Shakespeare"
+FAR, EVEN = 0.02, "no clear difference"
+WHY = "since seeds of one setting are nearly as far apart on Tiny-Shakespeare"
 
 
 def judge(difference: Stat) -> str:
-    """Better or worse than dense models of the same cost, or neither; one seed decides what is far from them."""
+    """Better or worse than dense models of the same cost, or neither; one seed decides only large differences."""
     if difference.std is None and abs(difference.mean) <= FAR:
         return "undecided"
     if difference.std is not None and abs(difference.mean) <= 2 * difference.std:
-        return "even"
+        return EVEN
     return "better" if difference.mean < 0 else "worse"
 
 
 def verdicts(outcomes: Outcomes) -> str:
-    """Who beats dense models of the same executed FLOPs, by rule."""
-    found: dict[str, list[str]] = {"better": [], "even": [], "undecided": [], "worse": [], OUTSIDE: []}
+    """Who beats dense models with the same executed FLOPs, by rule."""
+    found: dict[str, list[str]] = {"better": [], EVEN: [], "undecided": [], "worse": [], OUTSIDE: []}
     lone = False
     for setting in outcomes.comparison.settings:
         if setting.method == "dense":
@@ -193,8 +203,8 @@ def verdicts(outcomes: Outcomes) -> str:
         return ""
     rule = "by more than two standard deviations over the seeds"
     if lone:
-        rule += f"; one seed alone is undecided up to {FAR:.0%}, {WHY}"
-    lines = [wrapped(f"Against dense models of the same executed FLOPs ({rule}):"), ""]
+        rule += f"; a single seed is undecided up to {FAR:.0%}, {WHY}"
+    lines = [wrapped(f"Compared with dense models with the same executed FLOPs ({rule}):"), ""]
     shown = {name: titles for name, titles in found.items() if titles or name in ("better", "worse")}
     lines += [wrapped(f"- {name}: {'; '.join(titles) or 'none'}.") for name, titles in shown.items()]
     return "\n".join(lines) + "\n"
@@ -209,18 +219,18 @@ def _timed(outcomes: Outcomes) -> str:
 
 
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
-    """The page at `path` and its figures in `figures/` beside it; what has no numbers is not drawn."""
+    """Write the page to `path` and its figures to `figures/` next to it; a figure without numbers is not drawn."""
     with needs_report_extra(results):
         from paper import depth_page
         from paper.tradeoffs import draw
 
     outcomes = Outcomes.read(results, SHAKESPEARE, quick=quick)
-    folder, picture = path.parent / "figures", ""
+    folder, shown = path.parent / "figures", ""
     with disk_faults(folder):
         folder.mkdir(parents=True, exist_ok=True)
     if drawing := draw(outcomes):
         write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
         write_bytes(folder / f"{drawing.name}.png", drawing.png)
-        picture = f"![](figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
-    write_bytes(path, document(outcomes, picture, depth_page.in_short(results, quick=quick)).encode())
+        shown = picture(drawing.name, drawing.caption)
+    write_bytes(path, document(outcomes, shown, depth_page.in_short(results, quick=quick)).encode())
     return path

@@ -1,4 +1,4 @@
-"""What a trained model costs beside its FLOPs: time on a CPU, a training step, keys and values."""
+"""Costs of a trained model besides its FLOPs: time on a CPU, FLOPs of a training step, keys and values."""
 
 from dataclasses import replace
 
@@ -17,13 +17,13 @@ from tokendepth.runs.results import Row
 from tokendepth.runs.run import Run
 
 BATCH = 8
-"""Sequences in the timed forward pass, and in the cache that is looked into."""
+"""Sequences in the timed forward pass and in the measured cache."""
 
 
 def measure(config: RunConfig, run: Run | None, at: float | None, dense: RunConfig, *, repeats: int = 15) -> Row:
-    """Costs of `run`'s model, executed `at` a point of its curve where it has one, and its time against `dense`.
+    """Costs of `run`'s model, `at` a point of its curve if it has one, and its time relative to `dense`.
 
-    Where nothing decides, no run is needed: an untrained model costs the same.
+    A model without decisions needs no run: an untrained one costs the same.
     """
     cpu, dataset = torch.device("cpu"), data.load(config.data)
     model = build(config).eval() if run is None else load_model(run, cpu)
@@ -42,7 +42,7 @@ def measure(config: RunConfig, run: Run | None, at: float | None, dense: RunConf
 
 @torch.no_grad()
 def cached(model: LanguageModel, ids: Tensor) -> Row:
-    """Bytes of keys and values a token, in float32: what is in the cache after reading `ids`, and the room it takes."""
+    """Bytes of keys and values per token in float32: stored in the cache after reading `ids`, and reserved by it."""
     layers, width = model.method.cache_layers, 2 * 4 * model.config.d_model
     cache = KVCache(model.config, len(ids), ids.shape[1], layers=layers, like=model.embedding.weight)
     model(ids, execution="sparse", cache=cache)

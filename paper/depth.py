@@ -1,11 +1,11 @@
-"""Where depth pays: what the search chose, trained at full length under three seeds and executed on the test split.
+"""Where depth pays: the settings that the search chose, trained at full length with three seeds, run on the test split.
 
-Dense models with 3 to 12 layers are the line that each method is judged by, at equal executed and at equal training
-FLOPs; thin deep ones and random routing are controls. The runner-up of a few contenders is trained at full length too:
-it shows whether short runs order settings as long ones do.
+Each method is compared with the line of dense models with 3 to 12 layers, at equal executed and at equal training
+FLOPs; thin, deep models and random routing are controls. The runner-up of a few contenders is trained at full length,
+too: it shows whether short runs rank settings as long ones do.
 
     from paper.depth import depth
-    depth(max_minutes=9)                    # repeat it until nothing is left
+    depth(max_minutes=9)                    # repeat until nothing is left
 """
 
 import functools
@@ -35,14 +35,14 @@ Times = dict[str, float]
 TOKENS = 2**20
 SEEDS = 3
 LAYERS = (6, 3, 4, 8, 12)
-"""Of dense models; six first, which others are compared with by name."""
+"""Of dense models; six first, since others are compared with that model by name."""
 DICE = {
     "budget": ("random routing", "random", {"method.routing": "random"}),
-    "span_rule": ("span by dice", "span_dice", {"method.decide": "dice"}),
+    "span_rule": (contenders.SPAN_DICE, "span_dice", {"method.decide": "dice"}),
 }
-"""Controls: what was chosen for a contender, and dice in its router's place."""
+"""Controls: the settings chosen for a contender, with random decisions instead of its router."""
 ORDER = ("dense", "mod", "budget", "span_rule", "span_boundary")
-"""Contenders whose runner-up is trained at full length too."""
+"""Contenders whose runner-up is trained at full length, too."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,17 @@ class Entry:
     """Of the contender's knob."""
 
     def runs(self, seeds: int) -> dict[str, RunConfig]:
-        words = self.setting.title.replace(", ", "-").replace(" ", "_")
+        title = self.setting.title
+        for shown, older in contenders.FOLDERS.items():
+            title = title.replace(shown, older)
+        words = title.replace(", ", "-").replace(" ", "_")
         label = f"{words}-lr={self.rate:g}"
         seeded = ((seed, replace(self.config, train=replace(self.config.train, seed=seed))) for seed in range(seeds))
         return {f"{label}-seed{seed}": config for seed, config in seeded}
 
 
 def entries(search: Search, *, quick: bool = False) -> list[Entry]:
-    """All settings of which the search is complete: dense models first, six layers before all others."""
+    """All settings for which the search is complete: dense models first, six layers before all others."""
     found = []
     for layers in LAYERS:
         if (rate := search.rate_of_dense(layers)) is not None:
@@ -91,7 +94,7 @@ def runners_up(search: Search, *, quick: bool = False) -> list[Entry]:
 
 
 def runner_up(search: Search, one: Contender) -> Tried | None:
-    """The second of a contender's runs; of dense models, with six layers, all of which lie on the line."""
+    """The second best of a contender's runs; for dense models, of those with six layers, since all lie on the line."""
     tried = search.tried[one] if not search.missing[one] else []
     if one is DENSE:
         tried = sorted((t for t in tried if t.value == "6 layers"), key=lambda t: t.loss)
@@ -118,7 +121,7 @@ def depth(
 ) -> Progress:
     """Fill the rows of the comparison as far as the search in `results` is complete; run folders go to `out`.
 
-    `only` names the contenders and controls to train now; none is all. Whoever is judged by dense models needs those.
+    `only` names the contenders and controls to train now; none means all. Comparisons need the dense models.
     """
     if seeds < 1:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
@@ -132,7 +135,7 @@ def depth(
     configs = {name: config for entry, count in chosen for name, config in entry.runs(count).items()}
     waiting = [one.title for one in contenders.CONTENDERS if search.missing[one]]
     if waiting and show:
-        line = f"not searched to the end, so left out: {', '.join(waiting)}; run: python -m paper search"
+        line = f"left out, since the search is not complete: {', '.join(waiting)}; run: python -m paper search"
         console.print(line, markup=False, soft_wrap=True)
     how = {"workers": workers, "quick": quick, "show": show}
     done = fill_on_test(configs, out, results / ROWS, Deadline.after(max_minutes), **how)
@@ -149,13 +152,13 @@ def check_names(only: tuple[str, ...]) -> None:
 def fill_on_test(
     configs: dict[str, RunConfig], out: Path, path: Path, deadline: Deadline, *, quick: bool, **how: Any
 ) -> Progress:
-    """Rows of test text, each with what its model costs."""
+    """Rows for test text, each with the costs of its model."""
     tokens = tables.MINIATURE_TOKENS if quick else TOKENS
     return grid.fill(configs, out, path, deadline, tokens=tokens, split="test", also=_costs, here=quick, **how)
 
 
 def _costs(run: Run) -> Row:
-    """What a row holds besides its evaluation; keys and values of the first seed alone, on this CPU."""
+    """The columns of a row besides its evaluation; keys and values only for the first seed, on this CPU."""
     first = replace(run.config, train=replace(run.config.train, seed=0))
     narrower = _full_rows(run) - (run.evaluation or {})["flops_per_token"]
     found: Row = {"training_flops_per_token": _training_flops(first), "narrower_rows_flops_per_token": narrower}
@@ -163,7 +166,7 @@ def _costs(run: Run) -> Row:
 
 
 def _full_rows(run: Run) -> float:
-    """FLOPs per token as executed, but for rows of attention as wide as the context, wherever they were packed."""
+    """Executed FLOPs per token with attention counted over the full context, also for packed tokens."""
     model, shares = outline(run.config), (run.evaluation or {})["sparse"]["active_fraction_per_site"]
     sites = model.method.sites(run.config.model.context)
     spent = (site.always + site.router + share * site.active for site, share in zip(sites, shares, strict=True))
@@ -189,11 +192,11 @@ def _keys_and_values(run: Run) -> Row:
     return cached(load_model(run, cpu), ids)
 
 
-# --- what came out ----------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def outcomes(results: Path, *, quick: bool = False) -> tuple[Outcomes, list[Entry]]:
-    """Numbers over seeds of every entry, and the entries."""
+    """The numbers of every entry over its seeds, and the entries."""
     found = entries(Search.read(results, quick=quick), quick=quick)
     return outcomes_of(found, results, ROWS), found
 
@@ -210,7 +213,7 @@ def device_of(row: Row) -> str:
 
 
 def step_times(results: Path) -> dict[str, Times]:
-    """Of training, by device."""
+    """Milliseconds per training step, by device."""
     found: dict[str, Times] = {}
     for row in rows_so_far(results / TIMES):
         found.setdefault(device_of(row), {})[same_work(from_dict(row["config"]))] = row["step_ms"][0]
@@ -218,7 +221,7 @@ def step_times(results: Path) -> dict[str, Times]:
 
 
 def measured_with(rows: Sequence[Row]) -> str:
-    """By device: the versions that timings are of."""
+    """By device: the versions that were timed."""
     found: dict[str, list[str]] = {}
     for row in rows:
         versions = f"torch {row['torch']}, commit {row['commit']}"
@@ -227,7 +230,7 @@ def measured_with(rows: Sequence[Row]) -> str:
 
 
 def with_steps(found: Outcomes, times: Times) -> Outcomes:
-    """The same outcomes with the times of their training steps."""
+    """The same outcomes with the time per training step."""
     timed: dict[str, dict[int, Row]] = {}
     for experiment, seeds in found.rows.items():
         step = times.get(same_work(from_dict(next(iter(seeds.values()))["config"])), math.nan)
@@ -237,9 +240,9 @@ def with_steps(found: Outcomes, times: Times) -> Outcomes:
 
 @dataclass(frozen=True)
 class Order:
-    """Two settings of a contender, short and long: relative difference of the second's validation loss to the first's.
+    """Two settings of a contender: by how much the second's validation loss is above the first's, short and long.
 
-    None where the long run is not there yet.
+    None if the long run is missing.
     """
 
     contender: Contender
@@ -250,7 +253,7 @@ class Order:
 
 
 def order(results: Path, *, quick: bool = False) -> list[Order]:
-    """Whether full length keeps the order of the search, by the validation that ends each training."""
+    """Whether full length keeps the order of the search, by the last validation of each run."""
     search, rows = Search.read(results, quick=quick), by_experiment(rows_so_far(results / ROWS))
     found = []
     for one in contenders.CONTENDERS:

@@ -1,7 +1,7 @@
 """docs/REPRODUCTION.md, made from results/: python -m paper.document
 
-Every published number beside ours, soft and executed, with a verdict by rule; then one paragraph for each finding. A
-number that has no row is `not run`.
+The answer first, then one paragraph per finding, then every published number compared with ours, soft and with
+skipping, with a verdict by rule. A number without a row is `not run`.
 """
 
 import math
@@ -9,13 +9,15 @@ import textwrap
 from pathlib import Path
 
 from paper.claims import claims
+from paper.comparison import picture
 from paper.evidence import NOT_RUN, Evidence, collapses, needs_report_extra, show
 from paper.findings import findings
 from paper.findings.finding import Finding
 from paper.open_questions import convergence, open_questions
-from paper.tables import TABLES, Line, Table
+from paper.tables import DENSE, ENWIK8_DENSE, ENWIK8_TSA, TABLES, TSA, Line, Table
 from paper.verdict import RULE, judge, judge_speedup
 from tokendepth.report.summary import COLLAPSE
+from tokendepth.report.tables import piped
 from tokendepth.runs.files import disk_faults, write_bytes
 from tokendepth.runs.results import Row
 
@@ -28,12 +30,12 @@ QUANTITIES = {
     "active_fraction": ("active fraction", ".3f", ("soft", "active_fraction"), ("hard", "active_fraction")),
     "tlops_saved": ("TLOps saved", ".1%", ("tlops_saved_soft",), ("tlops_skipped",)),
 }
-"""Published key: what it is called, its format, and where ours is, soft and hard."""
+"""Published key: title, format, and where to find ours, soft and hard."""
 EXITED = {"loss": ("sparse", "loss"), "bits_per_character": ("sparse", "bits_per_character"),
           "active_fraction": ("sparse", "active_fraction"), "tlops_saved": ("tlops_skipped",)}  # fmt: skip
-"""Where the same numbers are in one execution of an early-exit model."""
+"""Where to find the same numbers for an early-exit model at one threshold."""
 READ_EARLY = {key: ("read_early", key) for key in EXITED} | {"tlops_saved": ("tlops_saved_read_early",)}
-"""And where its answers alone are taken early."""
+"""And if only its predictions are read early and nothing is skipped."""
 
 MINIATURE = """\
 > **A miniature**, made by `--quick`: models of a few thousand parameters after four steps. It shows how the page is
@@ -41,17 +43,31 @@ MINIATURE = """\
 
 """
 HEAD = """\
-# The paper, reproduced
+# The TSA paper, reproduced
 
-*Adaptive Computation Depth via Learned Token Routing in Transformers* (A. A. A. Mohammed), number by number. This page
-is generated from [results/](../results/) by `make readme`, and a test fails when it is stale. The published numbers are
-in [paper/paper.json](../paper/paper.json); ours come from `python -m paper reproduce all --seeds 3` and, on
-Tiny-Shakespeare, also from earlier runs of the same configs ([results/shakespeare.json](../results/shakespeare.json)).
+*Adaptive Computation Depth via Learned Token Routing in Transformers* (A. A. A. Mohammed) proposes Token-Selective
+Attention (TSA): in every layer a router decides for each token how much of the layer's update to apply. This page
+compares every number of the paper with ours.
 
-The paper's losses are means of 20 random batches of one seed, and its active fractions those of one training batch with
-dropout on. Ours are taken over the whole validation split without dropout, as mean ± standard deviation over n seeds.
-**Soft** is the paper's mode: every layer is computed, and a gate scales what it adds. **Executed** is the same trained
-model with its decisions rounded to yes or no at its threshold, which is what skipping does.
+{answer}
+**Soft** is the paper's mode: every layer is computed, and a gate between 0 and 1 scales its update; nothing is skipped.
+**With skipping** is the same trained model with its decisions rounded to yes or no at its own threshold, so that a
+token that is not active really skips the layer. The **active fraction** is the share of tokens that the routed layers
+process; in soft mode, the mean gate. **TLOps** are token-layer operations: one token going through one layer.
+
+## How it was measured
+
+The published numbers are in [paper/paper.json](../paper/paper.json). Ours come from `python -m paper reproduce all
+--seeds 3` and, on Tiny-Shakespeare, also from earlier runs of the same configs
+([shakespeare.json](../results/shakespeare.json)). `make readme` generates this page from [results/](../results/), and a
+test fails if it is out of date.
+
+The paper's losses are means over 20 random batches with one seed, and its active fractions come from one training batch
+with dropout on. Ours are measured on the whole validation split without dropout: mean ± standard deviation over n
+seeds. Losses are in nats per character.
+
+If the paper's text contradicts its numbers, or its two frameworks differ, we ran both readings. The second reading has
+fewer seeds and is counted separately.
 
 {took}
 
@@ -59,11 +75,11 @@ model with its decisions rounded to yes or no at its threshold, which is what sk
 
 {rule}
 
-One per cent is more than the differences between models on which the paper's claims rest (0.4% to 0.7%): that two
-losses are reproduced does not make the difference between them so. The findings below look at the differences.
+1% is more than the differences between models on which the paper's claims rest (0.4% to 0.7%). So two reproduced losses
+do not mean that the difference between them is reproduced; the findings below look at the differences.
 
-A number that stands in two tables is counted once; bits per character, which are the loss again, and a dense model's
-active fraction of 1 are not counted. Second readings are counted apart.
+A number that appears in two tables is counted once. Bits per character, which repeat the loss, and a dense model's
+active fraction of 1 are not counted.
 
 | verdict | numbers | in second readings |
 |---|--:|--:|
@@ -73,7 +89,7 @@ active fraction of 1 are not counted. Second readings are counted apart.
 
 
 class Tally:
-    """Verdicts, each number's once; those of second readings apart."""
+    """Verdicts, each number counted once; second readings separately."""
 
     def __init__(self) -> None:
         self._found: dict[bool, dict[tuple, str]] = {False: {}, True: {}}
@@ -81,35 +97,78 @@ class Tally:
     def add(self, what: tuple, verdict: str, *, second: bool = False) -> None:
         self._found[second].setdefault(what, verdict)
 
+    def count(self, kind: str, *, second: bool = False) -> int:
+        return list(self._found[second].values()).count(kind)
+
     def rows(self) -> str:
         kinds = ("reproduced", "differs", "not supported", "other machine", NOT_RUN)
-        counts = [[kind, *(list(found.values()).count(kind) for found in self._found.values())] for kind in kinds]
+        counts = [[kind, *(self.count(kind, second=second) for second in self._found)] for kind in kinds]
         return "\n".join(f"| {' | '.join(map(str, line))} |" for line in counts)
 
 
 def document(evidence: Evidence, figures: dict[str, str]) -> str:
-    """The whole page; `figures` are paths, relative to it, by caption."""
+    """The whole page; `figures` are names, by caption."""
     tally = Tally()
     parts = [_section(name, table, evidence, tally) for name, table in TABLES.items() if table.lines]
     parts += [f"### Steps to a loss\n\n{convergence(evidence)}\n\n", _times(evidence, tally)]
     took = _wrapped(_took(evidence))
-    head = (MINIATURE if evidence.quick else "") + HEAD.format(rule=RULE, counts=tally.rows(), took=took)
-    found = "".join(f"### {f.title}\n\n{_wrapped(f'{_bold(f, evidence)}{f.text}')}\n\n" for f in findings(evidence))
+    about = {"rule": RULE, "counts": tally.rows(), "took": took, "answer": _answer(evidence, tally)}
+    head = (MINIATURE if evidence.quick else "") + HEAD.format(**about)
+    found = "".join(_finding(finding, evidence) for finding in findings(evidence))
     found += (
-        "### Claims in the text\n\nReproduced here is what lies within two standard deviations, but not more than 10% "
-        f"away, or within what was rounded away in print.\n\n{claims(evidence)}\n\n"
+        "### Claims in the text\n\n"
+        + _wrapped(
+            "Here a number counts as reproduced if it is within two standard deviations but not more than 10% away, or "
+            "within the rounding of the printed number."
+        )
+        + f"\n\n{claims(evidence)}\n\n"
     )
     answers = "".join(f"### {title}\n\n{text}\n\n" for title, text in open_questions(evidence))
-    pictures = "".join(f"![]({path})\n\n{_wrapped(caption)}\n\n" for caption, path in figures.items())
+    pictures = "".join(f"{picture(name, caption)}\n" for caption, name in figures.items())
     sections = (
-        f"## Findings\n\n{found}## The paper's open questions\n\n{answers}## Every number\n\n{''.join(parts)}## "
-        f"Figures\n\n{pictures}"
+        f"## Findings\n\n{found}## Questions that the paper leaves open\n\n{answers}## Every number\n\n{''.join(parts)}"
+        f"## Figures\n\n{pictures}"
     )
     return (head + sections).rstrip() + "\n"
 
 
+def _answer(e: Evidence, tally: Tally) -> str:
+    """The result in a few sentences and a table; a miniature has none."""
+    if e.quick:
+        return ""
+    models = {"Tiny-Shakespeare": ("shakespeare", TSA, DENSE), "enwik8": ("enwik8", ENWIK8_TSA, ENWIK8_DENSE)}
+    rows = [["TSA", "published", "ours, soft", "ours, with skipping", "ours, dense"], ["---", *["--:"] * 4]]
+    rises = []
+    for name, (table, tsa, dense) in models.items():
+        soft, hard = e.stat(tsa, "soft", "loss"), e.stat(tsa, "hard", "loss")
+        published = format(e.published(table, "TSA")["loss"], ".4f")
+        rows.append([f"{name}, loss", published, show(soft), show(hard), show(e.stat(dense, "hard", "loss"))])
+        if soft and hard:
+            rises.append(f"{hard.mean / soft.mean - 1:+.1%} on {name}")
+    known = [answer for _, tsa, _ in models.values() if (answer := collapses(e, tsa)) is not None]
+    verdict = f"({NOT_RUN})" if not known else "are not supported" if any(known) else "are supported"
+    timed = e.timed(condition="sparse", active_fraction=0.726, skip="ffn", positions="contiguous")
+    published = e.published("throughput", "sparse TSA at 0.726")["speedup"]
+    speed = f"{timed['speedup']:.3f}x of the dense speed on {timed['device']}" if timed else NOT_RUN
+    counts = {kind: tally.count(kind) for kind in ("reproduced", "differs", "not supported")}
+    text = (
+        f"**In short:** TSA's savings {verdict}. The paper counts gate weights near zero as saved, but computes every "
+        "layer. If tokens really skip layers, the loss changes by "
+        f"{' and '.join(rises) or NOT_RUN}. By the paper's own protocol, a forward pass that skips runs at {speed} "
+        f"(published: {published}x on an M1 Pro). Of {sum(counts.values())} published numbers that can be judged, "
+        f"{counts['reproduced']} are reproduced, {counts['differs']} differ, and {counts['not supported']} are savings "
+        "that are not supported."
+    )
+    return f"{_wrapped(text)}\n\n{piped(rows)}"
+
+
+def _finding(finding: Finding, evidence: Evidence) -> str:
+    text = _wrapped(f"{_bold(finding, evidence)}{finding.text}")
+    return f"### {finding.title}\n\n{text}\n\n" + (f"{finding.table}\n" if finding.table else "")
+
+
 def _took(evidence: Evidence) -> str:
-    """What the calls took together, on each device; the scaling study apart, and what was measured again later."""
+    """The time of all calls, by device; the scaling study and later repetitions separately."""
     said = []
     for device in dict.fromkeys(call["device"] for call in evidence.calls):
         for scaling, what in ((False, "the tables"), (True, "the scaling study")):
@@ -117,9 +176,9 @@ def _took(evidence: Evidence) -> str:
             if calls:
                 first = [call for call in calls if call["commit"] == calls[0]["commit"]]
                 again = [call for call in calls if call not in first]
-                words = f"{what} {_together(first)} on {device}"
-                said.append(f"{words}, and {_together(again)} more after changes" if again else words)
-    return f"What it took: {'; '.join(said) or NOT_RUN}."
+                words = f"{what} took {_together(first)} on {device}"
+                said.append(f"{words}, plus {_together(again)} after later changes" if again else words)
+    return f"Time: {'; '.join(said) or NOT_RUN}."
 
 
 def _together(calls: list[Row]) -> str:
@@ -131,12 +190,12 @@ def _together(calls: list[Row]) -> str:
 
 
 def _bold(finding: Finding, evidence: Evidence) -> str:
-    """Its verdict; a miniature has none."""
+    """Its verdict in bold; a miniature has none."""
     return "" if evidence.quick else f"**{finding.verdict[:1].upper()}{finding.verdict[1:]}** "
 
 
 def _wrapped(text: str) -> str:
-    """Lines of a length that a difference can be read in."""
+    """Lines short enough for a readable diff."""
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
@@ -154,7 +213,7 @@ def _section(name: str, table: Table, evidence: Evidence, tally: Tally) -> str:
 
 def _lines(lines: tuple[Line, ...], evidence: Evidence, tally: Tally, *, second: bool = False) -> str:
     rows = [
-        "| paper | row | number | published | ours, as the paper measures | ours, executed | verdict |",
+        "| paper | row | number | published | ours, as the paper measures | ours, with skipping | verdict |",
         "|---|---|---|--:|--:|--:|---|",
     ]
     for line in lines:
@@ -180,7 +239,7 @@ def _lines(lines: tuple[Line, ...], evidence: Evidence, tally: Tally, *, second:
 
 
 def _collapses(evidence: Evidence, line: Line) -> bool | None:
-    """Exits that were only counted have soft figures too: those of the same exits, not taken."""
+    """Exits that were only counted are compared with the same exits taken."""
     if not line.read_early or line.threshold is None:
         return collapses(evidence, line.label)
     counted, taken = (
@@ -195,11 +254,12 @@ def _collapses(evidence: Evidence, line: Line) -> bool | None:
 def _times(evidence: Evidence, tally: Tally) -> str:
     device = evidence.wallclock[0]["device"] if evidence.wallclock else NOT_RUN
     about = (
-        "`python -m paper reproduce wall-clock` and `python -m paper reproduce batch`, by the paper's protocol: an "
-        "untrained model, tokens made active by decree, 30 warm-up and 200 timed passes, float32, against the dense "
-        f"model without routers. Published: M1 Pro, MLX. Ours: {device}. `ffn` skips what the paper skips, the "
-        "feed-forward; `block` also queries, attention rows and output projection. The paper's active tokens are "
-        "the first of each sequence; `random` ones lie anywhere. Medians; quartiles are in the rows."
+        "`python -m paper reproduce wall-clock` and `python -m paper reproduce batch`. The paper's protocol: an "
+        "untrained model with preset active tokens, 30 warm-up and 200 timed forward passes, float32, compared with "
+        f"the dense model without routers. Published: M1 Pro, MLX. Ours: {device}. `ffn` skips what the paper skips, "
+        "the feed-forward network; `block` also skips queries, attention rows and the output projection. In the paper "
+        "the first tokens of each sequence are active (`contiguous`); `random` ones are anywhere. Numbers are medians; "
+        "quartiles are in the rows of [wallclock.json](../results/wallclock.json)."
     )
     columns = [(skip, positions) for skip in ("ffn", "block") for positions in ("contiguous", "random")]
     titles = " | ".join(f"{skip}, {positions}" for skip, positions in columns)
@@ -237,7 +297,7 @@ def _times(evidence: Evidence, tally: Tally) -> str:
 
 
 def _usual_batch(evidence: Evidence) -> int:
-    """The batch of the sweep over fractions: 64, or what a miniature takes for it."""
+    """The batch size of the sweep over fractions: 64, or that of a miniature."""
     soft = evidence.timed(condition="soft")
     return soft["batch"] if soft else 64
 
@@ -255,8 +315,9 @@ def _training(evidence: Evidence, tally: Tally) -> str:
     baseline, tsa = (evidence.published("enwik8", name)["ms_per_step"] for name in ("baseline", "TSA"))
     device = f" Ours: {evidence.training[0]['device']}." if evidence.training else ""
     about = (
-        "`python -m paper reproduce training`: one optimiser step, the models interleaved in one process, medians. "
-        f"Published for enwik8's shape on an M1 Pro: {baseline} and {tsa} ms, {tsa / baseline:.3f}.{device}"
+        "`python -m paper reproduce training`: median time per optimiser step, with the models interleaved in one "
+        f"process. Published for enwik8's shape on an M1 Pro: dense {baseline} ms, TSA {tsa} ms, ratio "
+        f"{tsa / baseline:.3f}.{device}"
     )
     return f"### Training time\n\n{_wrapped(about)}\n\n" + "\n".join(rows) + "\n\n"
 
@@ -271,7 +332,7 @@ def _training_line(row: Row) -> str:
 
 
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
-    """The page at `path` and its figures in `figures/` beside it; what has no numbers is not drawn."""
+    """The page at `path` and its figures in `figures/` next to it; a figure without numbers is not drawn."""
     with needs_report_extra(results):
         from paper.figures import draw
 
@@ -283,5 +344,5 @@ def write(results: Path, path: Path, *, quick: bool = False) -> Path:
     for drawing in drawings:
         write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
         write_bytes(folder / f"{drawing.name}.png", drawing.png)
-    write_bytes(path, document(evidence, {d.caption: f"figures/{d.name}.png" for d in drawings}).encode())
+    write_bytes(path, document(evidence, {d.caption: d.name for d in drawings}).encode())
     return path

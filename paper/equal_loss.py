@@ -1,4 +1,4 @@
-"""What a loss costs to run: a contender's time and cache over those of dense models of its own loss."""
+"""The cost of running a model, relative to dense models with the same loss: time and KV cache."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from tokendepth.runs.results import rows_so_far
 Place = tuple[str, int]
 """A device and a batch size."""
 DRAWN = "drawn"
-"""What a row of a pass says of decisions that were not the model's own."""
+"""In a row of a forward pass: the decisions were random, not those of the model."""
 Costs = Callable[[Setting], float | None]
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A cost over that of dense models of the same loss."""
+    """A cost relative to dense models with the same loss."""
 
     value: float
     bound: bool = False
-    """No dense model has so low a loss: this is beside the best of them, and one of the same loss would cost more."""
+    """No dense model has such a low loss. This is relative to the best of them; a model that good would cost more."""
     by_seed: tuple[float, ...] = ()
-    """Each seed beside its own dense models; empty where those of some seed lose more than it, or less."""
+    """Each seed relative to its own dense models; empty if for some seed they all have a higher or a lower loss."""
 
     def __str__(self) -> str:
         return f"{'<' if self.bound else ''}{self.value:.2f}"
@@ -40,7 +40,7 @@ class Ratio:
 
     @property
     def speedup_by_seed(self) -> str:
-        """With the lowest and the highest of all seeds."""
+        """With the lowest and the highest over the seeds."""
         if len(self.by_seed) < 2:
             return self.speedup
         return f"{self.speedup} ({1 / max(self.by_seed):.2f} to {1 / min(self.by_seed):.2f}x by seed)"
@@ -54,16 +54,17 @@ def pass_times(results: Path) -> dict[Place, Times]:
     return dict(sorted(found.items()))
 
 
-def drawn_decisions(results: Path) -> str:
-    """The models that were timed with decisions that are not their own."""
-    rows = rows_so_far(results / PASSES)
-    return "; ".join(sorted({row["name"] for row in rows if row.get("decided") == DRAWN}))
+def drawn_decisions(results: Path, *, quick: bool = False) -> list[str]:
+    """Titles of the models that were timed with random decisions; rows may hold older ones."""
+    titles = {same_work(one.config): one.setting.title for m in all_models(results, quick=quick) for one in m.made}
+    drawn = [from_dict(row["config"]) for row in rows_so_far(results / PASSES) if row.get("decided") == DRAWN]
+    return sorted({titles[work] for config in drawn if (work := same_work(config)) in titles})
 
 
 def at_its_loss(found: Outcomes, entry: Entry, made: list[Entry], cost: Costs) -> Ratio | Literal["outside"] | None:
-    """Its cost over that of dense models of its loss; outside where all lose less.
+    """Its cost relative to dense models with the same loss; outside if all of them have a lower loss.
 
-    None where one is not known, or where all lose more and the best of them costs no more.
+    None if a cost is not known, or if all have a higher loss and the best of them costs no more.
     """
     loss, mine = found.stat(entry.setting, "loss"), cost(entry.setting)
     dense = [one.setting for one in made if one.setting.method == "dense"]
@@ -84,28 +85,28 @@ def at_its_loss(found: Outcomes, entry: Entry, made: list[Entry], cost: Costs) -
 
 
 def _of_its_seed(found: Outcomes, one: Executed, dense: list[Setting], cost: Costs) -> float | str:
-    """What dense models of that seed and loss cost."""
+    """The cost of dense models with that seed and loss."""
     losses = {setting: other.loss for setting in dense for other in found.executed(setting) if other.seed == one.seed}
     line = sorted((loss, theirs) for setting, loss in losses.items() if (theirs := cost(setting)) is not None)
     return interpolate(line, one.loss, beyond=0.0) if line else OUTSIDE
 
 
 def _costs_more(found: Outcomes, dense: Setting, setting: Setting) -> bool:
-    """Else it would be no bound worth telling: that it loses less than a dense model of its FLOPs is told elsewhere."""
+    """Otherwise the bound says nothing new: a lower loss at the same FLOPs is reported elsewhere."""
     theirs, mine = (found.stat(one, "flops_per_token") for one in (dense, setting))
     return theirs is not None and mine is not None and theirs.mean > (1 + SAME_FLOPS) * mine.mean
 
 
 @dataclass(frozen=True)
 class Models:
-    """Those of one scale, with what came out."""
+    """The models of one scale and their outcomes."""
 
     scale: str
     found: Outcomes
     made: list[Entry]
 
     def routed(self) -> Iterator[Entry]:
-        """All that is judged by dense models, as far as it ran."""
+        """Everything that is compared with dense models and has run."""
         for entry in self.made:
             if entry.setting.method != "dense" and self.found.stat(entry.setting, "loss") is not None:
                 yield entry
@@ -117,7 +118,7 @@ class Models:
         return at_its_loss(self.found, entry, self.made, kept)
 
     def time(self, entry: Entry, times: Times) -> Ratio | Literal["outside"] | None:
-        """Of passes; or of training, since all of a scale take as many steps."""
+        """Relative time per forward pass, or of training, since all models of a scale take the same number of steps."""
         costs = {one.setting: times.get(same_work(one.config)) for one in self.made}
         return at_its_loss(self.found, entry, self.made, costs.get)
 
@@ -130,3 +131,8 @@ def all_models(results: Path, *, quick: bool = False) -> list[Models]:
 
 def shown(ratio: Ratio | str | None) -> str:
     return DASH if ratio is None else str(ratio)
+
+
+def speed(ratio: Ratio | str | None) -> str:
+    """Of a ratio of times."""
+    return ratio.speedup if isinstance(ratio, Ratio) else shown(ratio)

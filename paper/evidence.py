@@ -1,4 +1,4 @@
-"""What results/ holds, asked by experiment: numbers over seeds, or nothing where nothing was run."""
+"""The rows of results/ by experiment: numbers over seeds, or None if nothing was run."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -16,15 +16,15 @@ from tokendepth.runs.results import Row, read_rows, rows_so_far
 
 NOT_RUN = "not run"
 RUN_FILES = ("reproduction.json", "shakespeare.json")
-"""The first has precedence; the other holds runs of the same experiments that were made before."""
+"""The first has precedence; the other holds earlier runs of the same experiments."""
 PAPER = Path(__file__).with_name("paper.json")
-"""Facts, not results: the same whatever is reproduced where."""
+"""The published numbers. They are facts, not results, so they are not in results/."""
 BITS = 1.4426950408889634
-"""A nat in bits."""
+"""Bits per nat."""
 
 
 def show(stat: Stat | None, form: str = ".4f", *, ran: bool = False) -> str:
-    """Mean, spread and number of seeds; or that there is none, though it `ran`, because nothing varied."""
+    """Mean, spread and number of seeds. Without a number: `no variation` if it `ran`, else `not run`."""
     if stat is None:
         return "no variation" if ran else NOT_RUN
     if len(set(stat.values)) == 1 and form.startswith(","):  # a count of parameters has no spread
@@ -44,7 +44,7 @@ class Evidence:
     calls: list[Row]
     configs: dict[str, RunConfig]
     quick: bool = False
-    """Whether all of it is a miniature, which says nothing about the paper."""
+    """Whether all of it is a miniature, whose numbers mean nothing."""
 
     @classmethod
     def read(cls, results: Path, *, quick: bool = False) -> "Evidence":
@@ -77,12 +77,12 @@ class Evidence:
         return [seeds[seed] for seed in sorted(seeds)]
 
     def stat(self, label: str, *keys: str, of: str = "runs") -> Stat | None:
-        """A number of every seed's evaluation: `stat(TSA, "hard", "loss")`."""
+        """A number from each seed's evaluation: `stat(TSA, "hard", "loss")`."""
         first = ("evaluation",) if of == "runs" else ()
         return self._stat(label, lambda row: dig(row, *first, *keys), of)
 
     def against(self, label: str, base: str, *keys: str) -> Stat | None:
-        """By how much a number differs from another experiment's, relatively, seed by seed."""
+        """The relative difference to another experiment's number, seed by seed."""
         other = {row["config"]["train"]["seed"]: row for row in self.rows(base)}
         pairs = [
             (as_number(dig(row, "evaluation", *keys)), as_number(dig(other[seed], "evaluation", *keys)))
@@ -93,7 +93,7 @@ class Evidence:
         return Stat(ratios) if ratios else None
 
     def at_threshold(self, label: str, threshold: float, *keys: str) -> Stat | None:
-        """The same for one execution among those of an early-exit model."""
+        """The same for an early-exit model executed at one of its thresholds."""
 
         def pick(row: Row) -> Any:
             points = dig(row, "evaluation", "curve") or []
@@ -106,12 +106,12 @@ class Evidence:
         return Stat(values) if values else None
 
     def steps_to(self, label: str, nats: float) -> list[int | None]:
-        """For each seed with a history, the step of the first validation at or below `nats`; None is never."""
+        """For each seed with a history, the step of the first validation at or below `nats`; None if there is none."""
         histories = [row["history"] for row in self.rows(label) if row.get("history")]
         return [next((v["step"] for v in history if v["val_loss"] <= nats), None) for history in histories]
 
     def timed(self, **wanted: Any) -> Row | None:
-        """The wall-clock row of these conditions."""
+        """The wall-clock row with these conditions."""
         return next((row for row in self.wallclock if all(row.get(k) == v for k, v in wanted.items())), None)
 
     def training_row(self, shape_end: str) -> Row | None:
@@ -125,9 +125,9 @@ def dig(tree: Any, *keys: str) -> Any:
 
 
 def collapses(evidence: Evidence, label: str) -> bool | None:
-    """Whether executing the decisions costs over 2% of the soft loss; None where it is not known.
+    """Whether skipping raises the loss by more than 2%; None if unknown.
 
-    Where losses are next to nothing, on copy and sort, over a point of accuracy.
+    On copy and sort, where losses are close to zero: whether it costs more than one point of accuracy.
     """
     if evidence.configs[label].data.synthetic:
         soft, hard = evidence.stat(label, "soft", "accuracy"), evidence.stat(label, "hard", "accuracy")
@@ -145,7 +145,7 @@ def by_experiment(rows: list[Row]) -> dict[str, dict[int, Row]]:
 
 
 def _one_device(rows: list[Row]) -> list[Row]:
-    """Times of different machines do not mix: those of a GPU where there are any."""
+    """Times from one device only: a GPU if there are any."""
     on_gpu = [row for row in rows if not row["device"].startswith("CPU")]
     rows = on_gpu or rows
     return [row for row in rows if row["device"] == rows[-1]["device"]]
@@ -153,7 +153,7 @@ def _one_device(rows: list[Row]) -> list[Row]:
 
 @contextlib.contextmanager
 def needs_report_extra(results: Path) -> Iterator[None]:
-    """Around the import of what draws: rows are there without it, a page is not."""
+    """Around the import of the drawing code, which rows do not need but the page does."""
     try:
         yield
     except ModuleNotFoundError as error:

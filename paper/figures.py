@@ -1,4 +1,4 @@
-"""From results/ to the paper's figures; one that has no numbers is not drawn."""
+"""The figures of docs/REPRODUCTION.md from results/; a figure without numbers is not drawn."""
 
 from paper.architecture import architecture
 from paper.evidence import BITS, Evidence
@@ -47,8 +47,8 @@ def _curves(e: Evidence, name: str, title: str, dense: str, tsa: str) -> Drawing
         for model, experiment in ((("dense", "dense"), dense), (("tsa", "TSA, penalty 0.001"), tsa))
     }
     caption = (
-        f"{title}: validation loss over steps and over cumulative token-layer operations, one line per seed, on the "
-        "first 262,144 characters of the validation split where it has so many. TLOps weigh a layer by its gate; "
+        f"{title}: validation loss over steps and over cumulative token-layer operations (TLOps), one line per seed, "
+        "on at most the first 262,144 characters of the validation split. TLOps count a layer by its gate weight, but "
         "training computes every layer, so the right panel shows neither FLOPs nor time."
     )
     return curves(f"reproduction-{name}", caption, histories)
@@ -63,14 +63,14 @@ def _at(e: Evidence, label: str, mode: str) -> list[Point]:
 
 
 def _dense(e: Evidence) -> Points:
-    """Dense models with fewer layers, at the share of the routed blocks that they keep."""
+    """Dense models with fewer layers, plotted at the share of the routed blocks that they keep."""
     full = e.configs[DENSE].model.n_layer
     points = [
         ((n - 1) / (full - 1), loss.mean, loss.std or 0.0)
         for n in (full, *LAYERS)
         if (loss := e.stat(DENSE if n == full else fewer(n), "hard", "loss"))
     ]
-    return Points("dense, fewer layers (the control)", points, look("dense").colour, "D", "solid")
+    return Points("dense, fewer layers (control)", points, look("dense").colour, "D", "solid")
 
 
 def _penalties(e: Evidence) -> Drawing | None:
@@ -83,13 +83,13 @@ def _penalties(e: Evidence) -> Drawing | None:
         return None
     as_published = Points("published (soft, one seed)", published, GUIDE, "x", "dotted")
     soft = Points("TSA, soft: nothing is skipped", ours["soft"], TSA_COLOUR, "o", (0, (2, 1.5)), filled=False)
-    hard = Points("TSA, executed", ours["hard"], TSA_COLOUR, "s", "none")
+    hard = Points("TSA, with skipping", ours["hard"], TSA_COLOUR, "s", "none")
     caption = (
-        "The depth penalty, 0 to 0.5. Left: the paper's mode, in which every layer is computed. Right: the same models "
-        "executed at their threshold, on another scale, with dense models of n = 2 to 6 layers at (n - 1) / 5, the "
-        "share of the routed blocks that they keep. The penalty grows from right to left. Bars: standard deviations."
+        "The depth penalty, from 0 (right) to 0.5 (left). Left panel: the paper's mode, in which every layer is "
+        "computed. Right panel: the same models with skipping, on another scale. Dense models with n = 2 to 6 layers "
+        "are at (n - 1) / 5, the share of the routed blocks that they keep. Bars: standard deviations."
     )
-    panels = {"soft": [as_published, soft], "executed (other scale)": [hard, _dense(e)]}
+    panels = {"soft": [as_published, soft], "with skipping (other scale)": [hard, _dense(e)]}
     return scatter("reproduction-penalty", caption, LOSS, panels)
 
 
@@ -120,13 +120,13 @@ def _exits(e: Evidence) -> Drawing | None:
         Points("early exit", ours, EXIT_COLOUR, "o"),
         Points("early exit, nothing skipped", read, EXIT_COLOUR, "o", (0, (2, 1.5)), filled=False),
         Points("TSA, soft: nothing is skipped", _at(e, TSA, "soft"), TSA_COLOUR, "*", "none"),
-        Points("TSA, executed", _at(e, TSA, "hard"), TSA_COLOUR, "s", "none"),
+        Points("TSA, with skipping", _at(e, TSA, "hard"), TSA_COLOUR, "s", "none"),
         _dense(e),
     ]
     caption = (
-        "Early exit at 13 thresholds against TSA at penalty 0.001, published and ours. Ours counts the stem once and "
-        "is executed, but for hollow circles, where exits are counted and not taken; dense models of n layers stand at "
-        "(n - 1) / 5. Bars: standard deviations."
+        "Early exit at 13 thresholds and TSA at penalty 0.001, published and ours. Ours counts the first block once "
+        "and really skips, except for hollow circles, where exits are counted but not taken. Dense models with n "
+        "layers are at (n - 1) / 5. Bars: standard deviations."
     )
     return scatter("reproduction-early-exit", caption, LOSS, {"published": left, "ours (other scale)": right})
 
@@ -158,8 +158,8 @@ def _wall_clock(e: Evidence) -> Drawing | None:
         return None
     device = rows[0]["device"]
     caption = (
-        f"Wall-clock speed-up of a forward pass over the active fraction, ours on {device} at batch {batch}, float32. "
-        "The dashed lines mark the paper's operating points; above the grey line is faster than dense."
+        f"Wall-clock speed-up of a forward pass over the active fraction; ours on {device}, batch {batch}, float32. "
+        "Above the grey line is faster than dense. The dashed vertical lines mark the paper's operating points."
     )
     marks = {"Shakespeare 0.726": 0.726, "enwik8 0.833": 0.833}
     return scatter("reproduction-wall-clock", caption, "speed-up over dense", {"": series}, marks=marks, level=1.0)
@@ -174,9 +174,9 @@ def _milestones(e: Evidence) -> Drawing | None:
         for name, label in MODELS.items()
     }
     caption = (
-        "Steps to a validation loss of 2.5, 2.0 and 1.8, in bits and in nats, validated every 250 steps on the first "
-        "262,144 characters of the validation split where it has so many; one dot per seed, a cross where it never "
-        "came. Diamonds: published for enwik8, in bits."
+        "Steps to a validation loss of 2.5, 2.0 and 1.8, in bits and in nats, validated every 250 steps on at most the "
+        "first 262,144 characters of the validation split. One dot per seed; a cross if the loss was never reached. "
+        "Diamonds: published for enwik8, in bits."
     )
     steps = max(e.configs[label].train.steps for label in MODELS.values())
     said = e.published("convergence", "enwik8, baseline and TSA")["steps"]

@@ -1,4 +1,4 @@
-"""Who beats a dense model of the same FLOPs, in one picture: every method's distance from it."""
+"""The figure of gaps: the loss of every method relative to dense models with the same FLOPs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,20 +16,20 @@ from tokendepth.report.plots import GUIDE
 from tokendepth.report.summary import Stat
 
 WORST = 0.03
-"""What is further above a dense model stands at the edge, with its number."""
+"""Larger gaps are drawn at the edge, with their number."""
 ELSEWHERE = "span_rule"
-"""Shown at other scales, too."""
+"""Also shown at other scales."""
 
 
 @dataclass(frozen=True)
 class Gap:
     label: str
     difference: Stat
-    """Relative, of the loss to that of dense models of the same executed FLOPs, seed by seed."""
+    """Of the loss, relative to dense models with the same executed FLOPs, seed by seed."""
 
 
 def gaps(found: Outcomes) -> list[Gap]:
-    """Of every method, the best first."""
+    """One for every method, the best first."""
     made = []
     for setting in found.comparison.settings:
         if setting.method in NAMES:
@@ -40,7 +40,7 @@ def gaps(found: Outcomes) -> list[Gap]:
 
 
 def elsewhere(scales: Mapping[str, Outcomes]) -> list[Gap]:
-    """Of the span by a rule, at each scale by its title."""
+    """Those of span at word ends, labelled with the titles of the scales."""
     return [
         replace(gap, label=title)
         for title, found in scales.items()
@@ -50,7 +50,7 @@ def elsewhere(scales: Mapping[str, Outcomes]) -> list[Gap]:
 
 
 def draw(groups: Mapping[str, Sequence[Gap]], name: str, title: str) -> Drawing | None:
-    """Groups of rows below each other, by what they are called."""
+    """Groups of rows below each other, with their headings."""
     groups = {words: rows for words, rows in groups.items() if rows}
     if not groups:
         return None
@@ -66,14 +66,13 @@ def draw(groups: Mapping[str, Sequence[Gap]], name: str, title: str) -> Drawing 
         first, last = column[0], column[-1]
         last.set_xlim(-WORST, WORST)
         last.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        last.set_xlabel("loss beside a dense model\nof the same executed FLOPs")
+        last.set_xlabel("loss relative to dense models\nwith the same executed FLOPs")
         first.annotate("better", (0.01, 1.01), xycoords="axes fraction", color=ACTIVE, va="bottom")
         first.annotate("dense", (0.5, 1.01), xycoords="axes fraction", color=INK, va="bottom", ha="center")
         first.annotate("worse", (0.99, 1.01), xycoords="axes fraction", color=ALARM, va="bottom", ha="right")
         caption = (
-            f"{title}: the loss of every method, executed, relative to that of dense models of the same executed "
-            "FLOPs. Bars are standard deviations over the seeds; hollow marks have one seed; grey ones are not told "
-            "apart from a dense model."
+            f"{title}: test loss with tokens really skipped, relative to dense models with the same executed FLOPs. "
+            "Bars: standard deviation over seeds. Hollow: one seed. Grey: no clear difference."
         )
         return render(figure, name, caption)
 

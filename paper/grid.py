@@ -1,7 +1,7 @@
-"""Runs of which a results file has no row yet, trained, evaluated and written down one by one.
+"""Trains and evaluates the runs that have no row in a results file yet, and writes their rows one by one.
 
-The row is what counts: a run whose row is there is not repeated, also where its folder is gone, as on a machine that
-was handed back. The folders are what an interrupted call goes on from.
+Only the row counts: a run with a row is not repeated, even if its folder is gone. An interrupted call continues from
+the folders.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from tokendepth.report.results import row
 from tokendepth.runs.results import Row, add_rows, read_rows
 from tokendepth.runs.run import Run
 
-# What a run is called, where it ran and how often it spoke do not change what it is.
+# The name of a run, its device and how often it logs do not make it a different experiment.
 NO_PART_OF_IT = {
     "model": ("vocab_size",),
     "retrofit": ("base",),
@@ -34,7 +34,7 @@ NO_PART_OF_IT = {
 
 @cache
 def same(config: RunConfig, *, seed: bool = True) -> str:
-    """Equal for two configs that are the same experiment; `seed` tells its runs apart."""
+    """Equal for configs of the same experiment; with `seed`, also of the same seed."""
     tree = to_dict(config)
     del tree["recipe"]
     for part, names in NO_PART_OF_IT.items():
@@ -46,22 +46,22 @@ def same(config: RunConfig, *, seed: bool = True) -> str:
 
 
 def work_of(config: RunConfig) -> RunConfig:
-    """What its steps and passes compute: how long and at what rate it trains is no part of that."""
+    """What its steps and passes compute, without the length of training and the learning rate."""
     kept = {name: getattr(config.train, name) for name in ("batch_size", "accumulate", "dtype")}
     return replace(config, train=TrainConfig(**kept))
 
 
 def same_work(config: RunConfig) -> str:
-    """Equal for two configs whose steps, and whose passes, compute the same."""
+    """Equal for configs whose training steps and forward passes compute the same."""
     return same(work_of(config))
 
 
 @dataclass
 class Progress:
     failed: dict[str, str] = field(default_factory=dict)
-    """Name and last words of the runs that failed."""
+    """Name and last message of the runs that failed."""
     left: list[str] = field(default_factory=list)
-    """What there was no time for; the next call goes on with it."""
+    """What there was no time for; the next call continues with it."""
 
     def add(self, other: "Progress") -> None:
         self.failed |= other.failed
@@ -71,7 +71,7 @@ class Progress:
 @dataclass(frozen=True)
 class Deadline:
     at: float | None = None
-    """A reading of `time.monotonic()`; none is never."""
+    """A reading of `time.monotonic()`; None is never."""
 
     @classmethod
     def after(cls, minutes: float | None) -> "Deadline":
@@ -93,7 +93,7 @@ def check_size(seeds: int | None, max_minutes: float | None) -> None:
 
 @contextlib.contextmanager
 def repeatable(out: Path) -> Iterator[None]:
-    """A study that is stopped is gone on with by the same line: what it trains has --resume, it has not."""
+    """A stopped study continues with the same command: its runs have --resume, the study has not."""
     try:
         yield
     except (KeyboardInterrupt, Interrupted) as stopped:
@@ -102,7 +102,7 @@ def repeatable(out: Path) -> Iterator[None]:
 
 
 def missing(configs: dict[str, RunConfig], *paths: Path) -> dict[str, RunConfig]:
-    """Those configs of which none of the results files at `paths` has a row."""
+    """The configs that have no row in any of the results files at `paths`."""
     there = {same(from_dict(row["config"])) for path in paths if path.exists() for row in read_rows(path)}
     found: dict[str, RunConfig] = {}
     for name, config in configs.items():
@@ -128,12 +128,11 @@ def fill(
     here: bool = False,
     show: bool = True,
 ) -> Progress:
-    """Give every config a row in the results file at `path`, as far as time allows; `each` also hears of every run.
+    """Give every config a row in the results file at `path`, as far as time allows; `each` is called with every run.
 
-    `also` gives a row more columns; `tokens` and `split` are what runs are evaluated on, `curve` whether at every point
-    of a dial.
-    `in_order` takes the runs as they are given, instead of all first seeds first.
-    `here` trains in this process, one after the other: for runs that take less time than a process takes to start.
+    `also` adds columns to a row. Runs are evaluated on `tokens` of `split`, with `curve` at every point of a dial.
+    `in_order` keeps the order of the runs instead of taking all first seeds first.
+    `here` trains in this process, one run after the other: for runs that take less time than starting a process.
     """
     from tokendepth.training.sweep import sweep, train_and_evaluate
 
@@ -151,7 +150,7 @@ def fill(
         how = {"curve": curve, "tokens": tokens, "split": split}
         with _writing(write) as later:
             outcome = sweep(todo, out, workers=workers, deadline=deadline.at, each=later, show=show, **how)
-        unwritten = missing(configs, path)  # finished before, by a call that was cut short
+        unwritten = missing(configs, path)  # finished by an earlier call that was cut short
         for run in outcome.runs:
             if run.name in unwritten:
                 write(run)
@@ -168,9 +167,9 @@ def fill(
 
 @contextlib.contextmanager
 def _writing(write: Callable[[Run], None]) -> Iterator[Callable[[Run], None]]:
-    """`write` in a thread: what a row holds takes seconds to compute, in which a sweep would start no run.
+    """`write` in a thread: a row takes seconds to compute, during which a sweep would not start a run.
 
-    What it raises is raised with the next row, or at the end. Rows that are left when a sweep stops are written by the
+    Its errors are raised with the next row, or at the end. Rows that are left when a sweep stops are written by the
     next call.
     """
     writer, begun = ThreadPoolExecutor(1), list[Future[None]]()
@@ -190,14 +189,14 @@ def _writing(write: Callable[[Run], None]) -> Iterator[Callable[[Run], None]]:
 
 
 def first_seeds_first(configs: dict[str, RunConfig]) -> dict[str, RunConfig]:
-    """Neighbours then differ in shape: the seeds of one, begun at once, would each compile what one of them can."""
+    """So that neighbours differ in shape: seeds of one shape that start together would each compile the same code."""
     return dict(sorted(configs.items(), key=lambda one: one[1].train.seed))
 
 
 def _compiled(configs: dict[str, RunConfig], out: Path) -> dict[str, RunConfig]:
     """Many runs of few shapes: what the first of a shape compiles, the others find in the compiler's cache.
 
-    A run that was begun goes on as it was begun.
+    A run that was started continues as it was started.
     """
     from torch.cuda import is_available
 
@@ -215,11 +214,11 @@ def _compiled(configs: dict[str, RunConfig], out: Path) -> dict[str, RunConfig]:
 
 
 def identity_row(run: Run) -> Row:
-    """What any row about a run begins with."""
+    """The first columns of any row about a run."""
     return {"name": run.name, "config": to_dict(run.config)}
 
 
 def history(run: Run) -> list[Row]:
-    """The validations of a run: what its curves are drawn from."""
+    """The validations of a run, for its curves."""
     names = ("step", "tlops", "val_loss", "val_active_fraction")
     return [{name: metrics[name] for name in names} for metrics in run.metrics() if "val_loss" in metrics]

@@ -1,4 +1,4 @@
-"""What a model's routers do before they have learned anything: the active fraction that training starts from."""
+"""What a model's routers do before training: the active fraction that training starts from."""
 
 from typing import Any
 

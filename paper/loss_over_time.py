@@ -1,4 +1,4 @@
-"""Test loss over the time of training: dense models and span routing, each trained for several lengths."""
+"""Test loss over training time: dense models and span routing, each trained for several numbers of steps."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from tokendepth.report.summary import Stat
 
 TICKS = [n * 10**power for power in range(-3, 7) for n in (1, 2, 5)]
 SHADES = ("#cdd2d7", "#b3bac1", "#8c939b", "#6b737b", "#4b535b")
-"""Of dense models, the deeper the darker."""
+"""Of dense models: the deeper, the darker."""
 
 
 def draw(found: Sequence[Line], devices: dict[str, Times]) -> Drawing | None:
-    """On the device with the shortest steps."""
+    """For the device with the shortest steps."""
     if not devices:
         return None
     device = min(devices, key=lambda name: min(devices[name].values()))
@@ -50,7 +50,7 @@ def draw(found: Sequence[Line], devices: dict[str, Times]) -> Drawing | None:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.set_xlabel(f"seconds of training, {device}")
-        axes.set_ylabel("test loss, executed\n(nats per byte)")
+        axes.set_ylabel("test loss with real skipping\n(nats per byte)")
         legend_below(figure, handles)
         words = [
             (f"{steps // 1000}k", x, y, one.colour)
@@ -59,8 +59,8 @@ def draw(found: Sequence[Line], devices: dict[str, Times]) -> Drawing | None:
         ]
         labels.beside(axes, words, fontsize=7)
         caption = (
-            "Test text of enwik8, bytes, width 256: loss over the time of training, which is steps times the time of "
-            f"one step alone on its device ({device}). Each mark is a training of its own, with its thousands of steps "
-            "beside it; lines only join them. Bars are standard deviations over the seeds; hollow marks have one seed."
+            f"enwik8, bytes, width 256: test loss over training time on {device} (steps times time per step). Each "
+            "mark is a separate training run, labelled with its thousands of steps. Bars: standard deviation over "
+            "seeds. Hollow: one seed."
         )
         return render(figure, "loss-over-time-enwik8", caption)

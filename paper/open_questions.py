@@ -1,7 +1,8 @@
-"""What the paper leaves open, first answered with numbers: routing by token type, and scale. And how fast it learns."""
+"""First answers to what the TSA paper leaves open: routing by token type, and scale. Also: steps to a loss."""
 
 from statistics import fmean
 
+from paper.comparison import wrapped
 from paper.evidence import BITS, NOT_RUN, Evidence, collapses, show
 from paper.findings.finding import steps
 from paper.shares import Shares, off, older
@@ -32,12 +33,12 @@ def open_questions(evidence: Evidence) -> list[tuple[str, str]]:
 
 
 def token_types(e: Evidence) -> str:
-    """Mean depth of each group, and how depth goes with surprisal."""
-    titles = ["model", "mode", "correlation with the token's surprisal", "with the next one's", "spread over tokens"]
-    lines = [f"| {' | '.join([*titles, 'layer share'])} |", "|---|---|--:|--:|--:|--:|"]
+    """Mean depth of each group, and how depth correlates with surprisal."""
+    titles = ["model", "mode", "correlation with surprisal", "with the next token's surprisal", "standard deviation"]
+    lines = [f"| {' | '.join([*titles, 'variance between layers'])} |", "|---|---|--:|--:|--:|--:|"]
     for label in ROUTING:
         ran = bool(e.rows(label, "routing"))
-        for mode, name in (("soft", "soft"), ("hard", "executed")):
+        for mode, name in (("soft", "soft"), ("hard", "with skipping")):
             found = {
                 ".2f": [("rank_correlation", f"surprisal of the {which}") for which in ("token", "next")],
                 ".3f": [("spread_of_depth",)],
@@ -50,21 +51,26 @@ def token_types(e: Evidence) -> str:
             ]
             lines.append(f"| {NAMES[label]} | {name} | {' | '.join(cells)} |")
     text = (
-        "A token's depth is the mean of its work over the routed blocks. First its rank correlation with surprisal, "
-        "its standard deviation over tokens, and the share of the gates' variance that is the layer's mean alone, the "
-        "same for all tokens:\n\n" + "\n".join(lines)
+        wrapped(
+            "A token's depth is its mean work over the routed blocks: its gate when soft, 0 or 1 with skipping. This "
+            "table has the rank correlation of depth with surprisal, its standard deviation over tokens, and the share "
+            "of the gates' variance that is between layers, so the same for all tokens:"
+        )
+        + "\n\n"
+        + "\n".join(lines)
     )
     return (
-        f"{text}\n\nThen its mean by group at penalty 0.001, over all seeds:\n\n{_groups(e)}\n\n**First answer.** "
-        f"{_answer(e)}"
+        f"{text}\n\nShare of the text and mean depth by group of tokens, at penalty 0.001 over all seeds:\n\n"
+        f"{_groups(e)}\n\n**First answer.** {_answer(e)}"
     )
 
 
 def _groups(e: Evidence) -> str:
-    lines = [
-        "| by | group | Shakespeare: share of text | depth, soft | executed | enwik8: share | depth, soft | executed |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
+    titles = ["by", "group"]
+    titles += [
+        f"{corpus}: {what}" for corpus in ("Shakespeare", "enwik8") for what in ("share", "soft", "with skipping")
     ]
+    lines = [f"| {' | '.join(titles)} |", "|---|---|--:|--:|--:|--:|--:|--:|"]
     groups = {label: _by_group(e, label) for label in (TSA, ENWIK8_TSA)}
     known = dict.fromkeys(key for found in groups.values() for key in found)
     kinds = list(dict.fromkeys(kind for kind, _ in known))
@@ -79,7 +85,7 @@ def _groups(e: Evidence) -> str:
 
 
 def _by_group(e: Evidence, label: str) -> dict[tuple[str, str], list[Stat]]:
-    """By kind and group: its share of the tokens, its depth soft and executed, each over the seeds."""
+    """By kind and group: share of the tokens, depth soft and with skipping, each over the seeds."""
     found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     for row in e.rows(label, "routing"):
         for group in row["groups"]:
@@ -94,17 +100,19 @@ def _answer(e: Evidence) -> str:
         found = _by_group(e, label)
         classes = {group: stats for (kind, group), stats in found.items() if kind == "character class"}
         if not classes:
-            said.append(f"{name}: {NOT_RUN}.")
+            said.append(f"- {name}: {NOT_RUN}.")
             continue
-        for place, mode in ((1, "soft"), (2, "executed")):
+        for place, mode in ((1, "soft"), (2, "with skipping")):
             order = sorted(classes, key=lambda group: classes[group][place].mean)
             width = classes[order[-1]][place].mean - classes[order[0]][place].mean
             said.append(
-                f"{name}, {mode}: {order[0]} has the least depth, {order[-1]} the most, {width:.3f} apart"
+                f"- {name}, {mode}: least for {order[0]}, most for {order[-1]} ({width:.3f} apart)"
                 + _by_surprise(found, place)
                 + "."
             )
-    return " ".join(said) + " The paper expects predictable characters to halt early, and hard ones to go deep."
+    said = [wrapped(line) for line in said]
+    expected = "The paper expects predictable characters to stop early and hard ones to go deep. Ours:"
+    return f"{expected}\n\n" + "\n".join(said)
 
 
 def _by_surprise(found: dict[tuple[str, str], list[Stat]], place: int) -> str:
@@ -113,14 +121,20 @@ def _by_surprise(found: dict[tuple[str, str], list[Stat]], place: int) -> str:
     if None in ends:
         return ""
     easy, hard = (stats[place].mean for stats in ends if stats)
-    return f"; before the most predictable quarter of characters {easy:.3f}, before the least {hard:.3f}"
+    return f"; {easy:.3f} before the most predictable quarter of characters, {hard:.3f} before the least predictable"
 
 
 def scaling(e: Evidence) -> str:
-    lines = [
-        "| size | model | parameters | loss, soft | active, soft | loss, executed | active, executed | FLOPs skipped |"
+    titles = [
+        "size",
+        "model",
+        "parameters",
+        "loss, soft",
+        "active, soft",
+        "loss, with skipping",
+        "active, with skipping",
     ]
-    lines.append("|---|---|--:|--:|--:|--:|--:|--:|")
+    lines = [f"| {' | '.join([*titles, 'FLOPs skipped'])} |", "|---|---|--:|--:|--:|--:|--:|--:|"]
     said = []
     for size in SIZES:
         for method in ("dense", "tsa", "budget"):
@@ -139,9 +153,9 @@ def scaling(e: Evidence) -> str:
             for method, mode in (("tsa", "soft"), ("budget", "hard"))
         )
         said.append(
-            f"{size}: TSA soft {show(soft, '+.1%')} of dense, executed it "
-            f"{NOT_RUN if answer is None else 'collapses' if answer else 'survives'}; budget, executed, "
-            f"{show(budget, '+.1%')}"
+            f"- {size}: TSA soft {show(soft, '+.1%')}; with skipping it "
+            f"{NOT_RUN if answer is None else 'loses its quality' if answer else 'keeps its quality'}; budget with "
+            f"skipping {show(budget, '+.1%')}"
         )
     shares = [
         Shares.of(method, method.budget, row["evaluation"]["hard"]["active_fraction_per_site"], row["evaluated_on"])
@@ -151,11 +165,16 @@ def scaling(e: Evidence) -> str:
     ]
     note = older(shares)
     return (
-        "`python -m paper reproduce scaling`: enwik8, 1,500 steps of the paper's recipe, one seed, the first 1,048,576 "
-        "characters of the validation split: a first look, trained far from the end.\n\n"
+        wrapped(
+            "`python -m paper reproduce scaling`: enwik8, 1,500 steps of the paper's recipe, one seed, measured on the "
+            "first 1,048,576 characters of the validation split. This is only a first look: 1,500 steps are far from "
+            "convergence."
+        )
+        + "\n\n"
         + "\n".join(lines)
-        + (f"\n\n{note} Their shares are {off(shares)}." if note else "")
-        + f"\n\n**First answer.** {'. '.join(said)}. One seed is one seed."
+        + (f"\n\n{wrapped(f'{note} Their shares are {off(shares)}.')}" if note else "")
+        + "\n\n**First answer**, from a single seed. Loss relative to the dense model of the same size:\n\n"
+        + "\n".join(said)
     )
 
 
@@ -169,6 +188,10 @@ def convergence(e: Evidence) -> str:
         cells = [steps(e.steps_to(label, level / unit)) for unit in (BITS, 1.0) for level in LEVELS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return (
-        "The step of the first validation, one every 250 steps on the first 262,144 characters of the split, at or "
-        "below a loss; one number a seed where seeds differ.\n\n" + "\n".join(lines)
+        wrapped(
+            "The step of the first validation at or below a loss. Models are validated every 250 steps on the first "
+            "262,144 characters of the split. If seeds differ, there is one number per seed."
+        )
+        + "\n\n"
+        + "\n".join(lines)
     )

@@ -1,4 +1,4 @@
-"""What results/ holds of each setting of a comparison: numbers over seeds, costs, and the dense models beside it."""
+"""The results of each setting of a comparison: numbers over seeds, costs, and dense models of the same cost."""
 
 import bisect
 import math
@@ -20,12 +20,12 @@ COSTS = "compare_costs.json"
 OUTSIDE = "outside"
 Cost = Literal["flops_per_token", "full_rows_flops", "training_flops", "step_ms"]
 Beside = tuple[Stat, Stat] | Literal["outside"] | None
-"""Loss of dense models at the same cost and the difference to it, where dense models are on both sides of it."""
+"""Loss of dense models at the same cost and the difference to it, if dense models are on both sides of that cost."""
 
 
 @dataclass(frozen=True)
 class Executed:
-    """One seed of a setting, as it was executed."""
+    """One seed of a setting, with real skipping."""
 
     seed: int
     loss: float
@@ -33,16 +33,16 @@ class Executed:
     tlops_skipped: float
     flops_per_token: float
     flops_skipped: float
-    """Of those of the same model with every block taken; not a number where the row does not say."""
+    """Relative to the same model with every block taken; NaN if the row does not have it."""
     parameters: int
     training_flops: float
-    """Per token, forward and backward; not a number where the row does not say."""
+    """Per token, forward and backward; NaN if the row does not have it."""
     full_rows_flops: float
-    """As `flops_per_token`, but for rows of attention as wide as the context wherever a method packs its tokens."""
+    """Like `flops_per_token`, with attention counted over the full context also if a method packs its tokens."""
     step_ms: float
-    """Of training, alone on the device that is asked about; not a number where it was not timed."""
+    """Per training step, with nothing else on the device; NaN if it was not timed."""
     val_loss: float
-    """Of validation text, at the end of training; not a number where the row does not say."""
+    """On validation text, at the end of training; NaN if the row does not have it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Outcomes:
         return cls(comparison, configs, by_experiment([r for name in comparison.files for r in rows(name)]), costs)
 
     def _seeds(self, setting: Setting) -> dict[int, Row]:
-        """Those that all dense models have, as soon as they have any; of a point of a curve, those that have it."""
+        """Those that all dense models have, if they share any; at a point of a curve, those that have the point."""
         ran = self.rows.get(_experiment(self.configs[setting]), {})
         dense = [set(self.rows.get(_experiment(self.configs[one]), {})) for one in self.of("dense")]
         shared = set.intersection(*dense)
@@ -85,9 +85,9 @@ class Outcomes:
         return None if row is None else self.costs.get((_experiment(self.configs[setting]), setting.point(row)))
 
     def costs_of(self, setting: Setting) -> dict[str, float] | None:
-        """What a setting costs besides the FLOPs it executes; its time, where it was taken, as a multiple of dense.
+        """The costs of a setting besides its executed FLOPs; its time, if it was measured, relative to dense.
 
-        From its row of costs, or from its run's row where that holds them.
+        From its row of costs, or from the row of its run if that has them.
         """
         row, parameters = self.cost(setting) or self.first_row(setting), self.stat(setting, "parameters")
         if row is None or parameters is None or not {"training_flops_per_token", "kv_bytes_per_token"} <= row.keys():
@@ -97,24 +97,12 @@ class Outcomes:
         costs = {
             "training FLOPs": row["training_flops_per_token"] * tokens,
             "parameters": parameters.mean,
-            "keys and values": row["kv_bytes_per_token"],
+            "K/V": row["kv_bytes_per_token"],
         }
         return costs | ({"time": 1 / row["time"]["speedup"]} if "time" in row else {})
 
-    def dense_costs(self, flops: float) -> dict[str, float] | None:
-        """What dense models of the same executed FLOPs cost, on the straight line between them; none is outside."""
-        line = []
-        for one in self.of("dense"):
-            place, costs = self.stat(one, "flops_per_token"), self.costs_of(one)
-            if place is None or costs is None:
-                return None
-            line.append((place.mean, costs))
-        line.sort(key=lambda one: one[0])
-        found = {name: interpolate([(x, costs[name]) for x, costs in line], flops) for name in line[0][1]}
-        return {name: float(cost) for name, cost in found.items() if cost != OUTSIDE} or None
-
     def executed(self, setting: Setting) -> list[Executed]:
-        """By seed; a setting that is chosen on its first seed needs that one."""
+        """By seed; a setting that is chosen on its first seed needs that seed."""
         first = self.first_row(setting)
         if first is None:
             return []
@@ -127,7 +115,7 @@ class Outcomes:
         return Stat(values) if values else None
 
     def shares(self) -> list[Shares]:
-        """Of every setting with a budget, as it was executed, seed by seed."""
+        """Executed shares of every setting with a budget, seed by seed."""
         return [
             Shares.of(
                 method,
@@ -163,9 +151,9 @@ class Outcomes:
         return [setting for setting in self.comparison.settings if setting.method == method]
 
     def beside(self, setting: Setting, line: str = "dense", by: Cost = "flops_per_token") -> Beside:
-        """Seed by seed, on the line through that seed's dense models: a seed's luck with its data is then in both.
+        """Seed by seed, on the line through the dense models with that seed, so that luck with the data is in both.
 
-        `line` may be another method that skips nothing; `by` is the cost that is the same.
+        `line` may be another method that skips nothing; `by` is the cost that is held equal.
         """
         pairs = list(self._pairs(setting, self.of(line), by))
         if not pairs:
@@ -176,13 +164,13 @@ class Outcomes:
         return dense, Stat(tuple(loss / float(dense) - 1 for loss, dense in pairs))
 
     def against_six_layers(self, setting: Setting) -> Stat | None:
-        """The difference to the dense model with six layers, seed by seed, whatever the two cost."""
+        """The difference to the dense model with six layers, seed by seed, at whatever cost."""
         dense = {one.seed: one.loss for one in self.executed(self.comparison.settings[0])}
         values = tuple(one.loss / dense[one.seed] - 1 for one in self.executed(setting) if one.seed in dense)
         return Stat(values) if values else None
 
     def _pairs(self, setting: Setting, line_of: list[Setting], by: Cost) -> Iterator[tuple[float, float | str]]:
-        """Beside the line of the dense models that ran at all; seeds that one of those lacks have to wait."""
+        """Each loss with that on the line of the dense models that ran; seeds that one of these lacks are left out."""
         by_seed: dict[int, list[tuple[float, float]]] = {}
         line_of = [layers for layers in line_of if self.executed(layers)]
         for layers in line_of:
@@ -196,9 +184,9 @@ class Outcomes:
 
 
 def interpolate(line: list[tuple[float, float]], x: float, *, beyond: float = SAME_FLOPS) -> float | str:
-    """The height at `x` of the straight pieces between the points of `line`, or that it does not reach so far.
+    """Linear interpolation of `line` at `x`, or `outside`.
 
-    Just `beyond` an end its height still counts: routers cost a little more than the layers that they guard.
+    Up to `beyond` past an end the value of the end counts: routers cost a little more than the layers they control.
     """
     places = [place for place, _ in line]
     if not places[0] * (1 - beyond) <= x <= places[-1] * (1 + beyond):
@@ -215,7 +203,7 @@ def _experiment(config: RunConfig) -> str:
 
 
 def _point(row: Row, at: float | None) -> Row | None:
-    """The evaluation of a row, or what its curve has at one place; without a dial that is the evaluation, too."""
+    """The evaluation of a row, or one point of its curve; without a dial that is the evaluation, too."""
     points = row["evaluation"]["curve"]
     if at is None or (not points and row["evaluation"].get("budget") == at):
         return row["evaluation"]

@@ -1,15 +1,16 @@
-"""The generated parts of docs/methods/: what each method is good and bad at, by the numbers of the comparison.
+"""The generated parts of docs/methods/: how each method compares with dense models, and its figures.
 
-Whatever stands between `<!-- numbers: METHOD -->`, `<!-- search: METHOD -->` or `<!-- figure: METHOD -->` and
-`<!-- end -->` is generated, the numbers from results/; the rest of a page is written by hand. `make readme` makes them,
-COMPARISON.md and all figures.
+Everything between `<!-- numbers: METHOD -->`, `<!-- search: METHOD -->` or `<!-- figure: METHOD -->` and `<!-- end -->`
+is generated from results/; the rest of a page is written by hand. `make readme` also makes COMPARISON.md and all
+figures.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from paper import comparison, depth, depth_page
-from paper.comparison import beside, judge, table, wrapped
+from paper.comparison import EVEN, beside, judge, picture, table, wrapped
 from paper.contenders import DECIDERS
 from paper.evidence import NOT_RUN, show
 from paper.outcomes import OUTSIDE, Outcomes
@@ -18,45 +19,71 @@ from paper.search import Search
 from paper.settings import SHAKESPEARE, Setting
 from paper.shares import off, older
 from paper.tradeoffs import draw
+from tokendepth.config import SpanConfig
 from tokendepth.report.figures import Drawing
-from tokendepth.report.summary import Stat
+from tokendepth.report.summary import DASH
 from tokendepth.runs.files import write_bytes
 
 PART = re.compile(r"(<!-- (numbers|figure): (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 SEARCH = re.compile(r"(<!-- search: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MEMBERS = {"span": tuple(f"span_{decider}" for decider in DECIDERS)}
-"""Whose page is about several contenders; of every other method, the one of its name."""
+"""Methods whose page is about several contenders; every other page is about the one with its name."""
 CONTROLS = {"budget": ("random", "two_passes"), "span": ("span_dice",)}
-"""Whose page shows controls too."""
-NOTABLE = 0.05
-"""A cost this far from the dense model's is worth a word."""
+"""Methods whose page also shows controls."""
+COSTS = ("FLOPs", "training FLOPs", "parameters", "K/V", "speed")
+"""Shown relative to the dense model with six layers."""
+WORDS = ("corpus", "setting", "", "chosen")
+"""Titles of the columns that hold words, which come first."""
 
 
 def render(text: str, all_outcomes: list[Outcomes], figures: dict[str, list[Drawing]]) -> str:
-    """A page with its generated parts made anew; `figures` are each method's, how it works first."""
+    """A page with its generated parts made anew; of the `figures` of each method, the first shows how it works."""
 
     def made(kind: str, method: str) -> str:
-        first, *compared = (_picture(drawing) for drawing in figures[method])
+        first, *compared = (picture(one.name, one.caption, "../figures") for one in figures[method])
         return first if kind == "figure" else "\n".join([_numbers(method, all_outcomes), *compared])
 
     return PART.sub(lambda m: m[1] + made(m[2], m[3]) + m[5], text)
 
 
-def _picture(drawing: Drawing) -> str:
-    return f"![](../figures/{drawing.name}.png)\n\n{wrapped(drawing.caption)}\n"
-
-
 def _numbers(method: str, all_outcomes: list[Outcomes]) -> str:
     shown = [(outcomes, s) for outcomes in all_outcomes for s in _settings(outcomes, method)]
-    parts = [_in_words(method, [(o, s) for o, s in shown if s.method in MEMBERS.get(method, (method,))])]
-    titles = ["corpus", "setting", "loss", "dense, same FLOPs", "difference", "FLOPs / dense", "training FLOPs / dense",
-              "parameters / dense", "K/V / dense", "speed"]  # fmt: skip
-    rows = [[o.comparison.title, s.title, *_figures(o, s)] for o, s in shown]
-    devices = sorted({cost["time"]["device"] for o, s in shown if (cost := o.cost(s))})
-    speeds = f" Speeds are of {', '.join(devices)}, op by op; [SPEED.md](../SPEED.md) has others." if devices else ""
+    shape, title = _shape(shown)
+    parts = [_in_words(method, [(o, s) for o, s in shown if s.method in MEMBERS.get(method, (method,))], title)]
+    titles = ["corpus", "setting", "loss", "dense, same FLOPs", "difference", *(f"{cost} vs. dense" for cost in COSTS)]
+    rows = [[o.comparison.title, title(s), *_figures(o, s)] for o, s in shown]
     about = _ABOUT_BYTES if method in MEMBERS else _ABOUT
+    if any(OUTSIDE in row for row in rows):
+        about += " `outside`: no dense model costs as much or as little."
+    devices = sorted({cost["time"]["device"] for o, s in shown if (cost := o.cost(s))})
+    if devices:
+        about += f" Speeds are for {', '.join(devices)} without compiling; [SPEED.md](../SPEED.md) has others."
     old = _old_thresholds(all_outcomes) if method == "budget" else []
-    return "\n".join([*parts, table(titles, rows, words=2), *old, f"{wrapped(about + speeds)}\n"])
+    return "\n".join([*parts, _telling(titles, rows, shape), *old, f"{wrapped(about)}\n"])
+
+
+def _telling(titles: list[str], rows: list[list[str]], about: str = "") -> str:
+    """A table without the columns that are the same in every row; those with a value are listed above it."""
+    same = [n for n in range(len(titles)) if len(rows) > 1 and len({row[n] for row in rows}) == 1]
+    listed = [f"{titles[n]} {rows[0][n]}" for n in same if rows[0][n] not in (NOT_RUN, DASH, "")]
+    if listed:
+        about = f"{about} Same in all rows: {'; '.join(listed)}.".lstrip()
+    kept = [n for n in range(len(titles)) if n not in same]
+    words = sum(1 for n in kept if titles[n] in WORDS)
+    found = table([titles[n] for n in kept], [[row[n] for n in kept] for row in rows], words=words)
+    return f"{wrapped(about)}\n\n{found}" if about else found
+
+
+def _shape(shown: list[tuple[Outcomes, Setting]]) -> tuple[str, Callable[[Setting], str]]:
+    """Where the span of all these models is, if it is the same; and their titles without it."""
+    models = [(o.configs[s].method, o.configs[s].model.n_layer) for o, s in shown]
+    spans = {(method.blocks(n_layer), n_layer) for method, n_layer in models if isinstance(method, SpanConfig)}
+    if len(spans) != 1:
+        return "", lambda setting: setting.title
+    ((blocks, n_layer),) = spans
+    before, within, after = blocks.start, len(blocks), n_layer - blocks.stop
+    words = f"All span models have {before} blocks before the span, {within} in it and {after} after it."
+    return words, lambda setting: setting.title.removesuffix(f", {before} + {within} + {after} layers")
 
 
 def _old_thresholds(all_outcomes: list[Outcomes]) -> list[str]:
@@ -68,12 +95,11 @@ def _old_thresholds(all_outcomes: list[Outcomes]) -> list[str]:
 
 
 _ABOUT_BYTES = (
-    "Losses on enwik8 are of test text, and every method was tuned alike there: "
-    "[WHERE_DEPTH_PAYS.md](../WHERE_DEPTH_PAYS.md). In the table dense is the model with six layers. `outside`: no "
-    "dense model costs as much or as little."
+    "Losses on enwik8 are on test text, and all methods were tuned with the same search there: "
+    "[WHERE_DEPTH_PAYS.md](../WHERE_DEPTH_PAYS.md). Costs are relative to the dense model with six layers."
 )
 _ABOUT = (
-    f"{_ABOUT_BYTES} Those on Tiny-Shakespeare are of validation text, and only budget routing was tuned: "
+    f"{_ABOUT_BYTES} Losses on Tiny-Shakespeare are on validation text, and only budget routing was tuned there: "
     "[COMPARISON.md](../COMPARISON.md)."
 )
 
@@ -88,8 +114,7 @@ def _figures(outcomes: Outcomes, setting: Setting) -> list[str]:
     if loss is None:
         return [NOT_RUN, *[""] * 7]
     ratios = costs_to_dense(outcomes, setting)
-    names = ("FLOPs", "training FLOPs", "parameters", "keys and values", "speed")
-    return [show(loss), *beside(outcomes, setting), *(_ratio(ratios.get(name)) for name in names)]
+    return [show(loss), *beside(outcomes, setting), *(_ratio(ratios.get(name)) for name in COSTS)]
 
 
 def _ratio(value: float | None) -> str:
@@ -97,7 +122,7 @@ def _ratio(value: float | None) -> str:
 
 
 def costs_to_dense(outcomes: Outcomes, setting: Setting) -> dict[str, float]:
-    """Each cost as a multiple of that of the dense model with six layers, as far as both are known."""
+    """Each cost relative to the dense model with six layers, as far as both are known."""
     first = outcomes.comparison.settings[0]
     found = {}
     for name, title in (("flops_per_token", "FLOPs"), ("parameters", "parameters")):
@@ -115,67 +140,49 @@ def costs_to_dense(outcomes: Outcomes, setting: Setting) -> dict[str, float]:
 # --- in words ---------------------------------------------------------------------------------------------------------
 
 
-def _in_words(method: str, shown: list[tuple[Outcomes, Setting]]) -> str:
+def _in_words(method: str, shown: list[tuple[Outcomes, Setting]], title: Callable[[Setting], str]) -> str:
     if method == "dense":
         return _best_layers(shown)
-    good: list[str] = []
-    bad: list[str] = []
+    found: dict[str, list[str]] = {"better": [], EVEN: [], "undecided": [], "worse": []}
+    several = len({outcomes.comparison.title for outcomes, _ in shown}) > 1
     for outcomes, setting in shown:
-        about = f"- {outcomes.comparison.title}, {setting.title}{_outside(outcomes, setting)}: "
-        for lines, phrases in zip((good, bad), weigh(outcomes, setting), strict=True):
-            lines += [wrapped(f"{about}{'; '.join(phrases)}.")] if phrases else []
-    complete = bool(shown) and all(o.beside(setting) and o.costs_of(setting) for o, setting in shown)
-    if not good and not bad:
-        if complete:
-            return "By our numbers it is as good as dense models of the same cost, and costs what they cost.\n"
-        return "Not enough of it has run yet to say what it is good and bad at; the table shows what has.\n"
+        about = f"{outcomes.comparison.title}, {title(setting)}" if several else title(setting)
+        for verdict, words in _verdicts(outcomes, setting):
+            found[verdict].append(wrapped(f"- {about}: {words}."))
+    if not any(found.values()):
+        return "Not enough has run yet for a verdict; the table shows what has.\n"
+    heads = {
+        "better": "Better than dense models with the same executed FLOPs",
+        EVEN: "No clear difference",
+        "undecided": "Undecided (a single seed)",
+        "worse": "Worse than dense models with the same executed FLOPs",
+    }
     parts = []
-    for heading, lines in (("Good at", good), ("Bad at", bad)):
-        nothing = "- Nothing that we measured." if complete else "- Nothing yet, and not all of it has run."
-        words = "\n".join(lines) or nothing
-        parts.append(f"**{heading}, by our numbers**, beside dense models of the same executed FLOPs:\n\n{words}\n")
+    for verdict, lines in found.items():
+        if lines:
+            parts.append(f"**{heads[verdict]}:**\n\n" + "\n".join(lines) + "\n")
+        elif verdict == "better":
+            parts.append(f"**{heads[verdict]}:** nothing that we measured.\n")
     return "\n".join(parts)
 
 
-def _outside(outcomes: Outcomes, setting: Setting) -> str:
-    if outcomes.beside(setting) != OUTSIDE:
-        return ""
-    share = costs_to_dense(outcomes, setting)["FLOPs"]
-    return f", at {share:.2f} of the FLOPs of the dense model with six layers, beside that"
-
-
-def weigh(outcomes: Outcomes, setting: Setting) -> tuple[list[str], list[str]]:
-    """What speaks for a setting and what against it, by rule, beside dense models of the same executed FLOPs.
-
-    Where there are none, beside the one with six layers.
-    """
-    good: list[str] = []
-    bad: list[str] = []
-    against, flops = outcomes.beside(setting), outcomes.stat(setting, "flops_per_token")
+def _verdicts(outcomes: Outcomes, setting: Setting) -> list[tuple[str, str]]:
+    """Relative to dense models with the same executed FLOPs; if there are none, to the one with six layers."""
+    against, found = outcomes.beside(setting), []
     if against == OUTSIDE:
         difference = outcomes.against_six_layers(setting)
-        dense = outcomes.costs_of(outcomes.comparison.settings[0])
+        share = costs_to_dense(outcomes, setting)["FLOPs"]
+        words = f", relative to the dense model with six layers, with {share:.2f} of its FLOPs"
     else:
-        difference = against[1] if against else None
-        dense = outcomes.dense_costs(flops.mean) if flops else None
+        difference, words = against[1] if against else None, ""
     if difference is not None:
-        _by_loss(difference, "", good, bad)
+        found.append((judge(difference), f"loss {difference.text('+.2%')}{words}"))
     if setting.level != "any" and "two_passes" in CONTROLS.get(setting.method, ()):
         alike = outcomes.beside(setting, "two_passes")
         if alike is not None and alike != OUTSIDE:
-            _by_loss(alike[1], " beside those that were trained by two passes too", good, bad)
-    mine = outcomes.costs_of(setting)
-    if mine and dense:
-        for name, ratio in ((name, mine[name] / dense[name]) for name in dense if name in mine):
-            if abs(ratio - 1) > NOTABLE:
-                words = f"{ratio:.2f} of the {name}" if name != "time" else f"{1 / ratio:.2f} of the speed"
-                (good if ratio < 1 else bad).append(words)
-    return good, bad
-
-
-def _by_loss(difference: Stat, words: str, good: list[str], bad: list[str]) -> None:
-    if (verdict := judge(difference)) in ("better", "worse"):
-        (good if verdict == "better" else bad).append(f"loss {difference.text('+.2%')}{words}")
+            words = "relative to dense models that were also trained with two passes per step"
+            found.append((judge(alike[1]), f"loss {alike[1].text('+.2%')} {words}"))
+    return found
 
 
 def _best_layers(shown: list[tuple[Outcomes, Setting]]) -> str:
@@ -184,7 +191,7 @@ def _best_layers(shown: list[tuple[Outcomes, Setting]]) -> str:
         losses = [(loss.mean, s.title) for o, s in shown if o.comparison.title == title and (loss := o.stat(s, "loss"))]
         if losses:
             mean, best = min(losses)
-            lines.append(f"{title}: {mean:.4f} with {best.removeprefix('dense, ')} is the best of those that ran.")
+            lines.append(f"{title}: the best loss is {mean:.4f}, with {best.removeprefix('dense, ')}.")
     return wrapped(" ".join(lines) or "Not run yet.") + "\n"
 
 
@@ -192,7 +199,7 @@ def _best_layers(shown: list[tuple[Outcomes, Setting]]) -> str:
 
 
 def write(results: Path, docs: Path) -> None:
-    """COMPARISON.md, the numbers of every page in methods/, and their figures."""
+    """Write COMPARISON.md, the numbers of every page in methods/, and their figures."""
     comparison.write(results, docs / "COMPARISON.md")
     tuned, _ = depth.outcomes(results)
     compared = [tuned, Outcomes.read(results, SHAKESPEARE)]
@@ -213,6 +220,7 @@ def write(results: Path, docs: Path) -> None:
 
 
 def _searched(results: Path, method: str) -> str:
-    """What the search chose for the contenders of a method, on validation text."""
+    """The setting that the search chose for each contender of a method, on validation text."""
     found = Search.read(results)
-    return depth_page.choices(found, [one for one in found.tried if one.name in MEMBERS[method]])
+    titles, rows = depth_page.chosen(found, [one for one in found.tried if one.name in MEMBERS[method]])
+    return _telling(titles, rows)

@@ -1,14 +1,14 @@
-"""The time of a forward pass of what `depth` trained: what a loss costs to run, beside dense models of that loss.
+"""The time of a forward pass of what `depth` trained: the cost of a loss, relative to dense models with that loss.
 
-On validation text, which changes from pass to pass, as does the number of tokens that take a span. Dense models need no
-weights for it, nor does a rule; all others decide by the routers in the run folder of their first seed, or, where that
-is gone, take decisions drawn at random with the share that their row has for each block: a pass takes as long whichever
-tokens they are. Skipping is checked against masking on every text before it is timed; all take turns, so that drift
-hits all alike. On a GPU a pass is one CUDA graph, or two where a span is packed, and its text is copied to where they
-read it.
+Passes are on validation text, which changes from pass to pass, as does the number of tokens that take a span. Dense
+models and word ends need no trained weights. All others decide with the routers in the run folder of their first seed;
+if that is gone, decisions are random, with the share that the row has for each block, since the time does not depend on
+which tokens they are. Skipping is checked against masking on every text before it is timed. All models take turns, so
+that drift affects all of them. On a GPU a pass is one CUDA graph, or two if a span is packed, and its text is copied to
+the graph's input.
 
     from paper.passes import passes
-    passes(only=("budget", "mod"))          # nothing else may run on the device meanwhile
+    passes(only=("budget", "mod"))          # nothing else may run on the device
 """
 
 import copy
@@ -49,7 +49,7 @@ REPEATS = {"cuda": 50, "cpu": 15}
 TEXTS = 8
 """Batches of text, one after the other; each pass takes the next."""
 Given = dict[str, Tensor]
-"""What a pass is called with: its text, and decisions to be obeyed."""
+"""The arguments of a pass: its text, and forced decisions."""
 Pass = Callable[..., Output]
 
 
@@ -64,7 +64,7 @@ class Timed:
     """For each text."""
     active_fraction: float = 1.0
     decided: str = "own"
-    """Or DRAWN: at random."""
+    """Or DRAWN: random."""
 
 
 def passes(
@@ -78,7 +78,7 @@ def passes(
     device: str = "auto",
     show: bool = True,
 ) -> Done:
-    """A row for every dense model and every contender of `only` at each batch size, of models of one scale.
+    """A row for every dense model and every contender in `only` at each batch size, at one scale.
 
     `out` holds the run folders; by default runs/depth, or runs/spans for another scale.
     """
@@ -97,7 +97,7 @@ def passes(
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # each model counts
     with Progress("passes", len(batches), unit="batch sizes", show=show) as progress:
         for batch in batches:
-            torch.compiler.reset()  # else code compiled for an earlier shape is made general, and slower
+            torch.compiler.reset()  # otherwise code for an earlier shape is generalised, and slower
             windows = itertools.islice(dataset.windows("val", context, batch), TEXTS)
             texts = [torch.from_numpy(text).to(where) for text, _ in windows if len(text) == batch]
             ways: list[Timed] = []
@@ -114,9 +114,9 @@ def passes(
 
 @torch.no_grad()
 def _checked(entry: Entry, exact: LanguageModel, texts: list[Tensor], drawn: Tensor | None) -> list[Timed]:
-    """The ways to run an entry's model on `texts`; one whose decisions are not `drawn` decides in float32.
+    """The ways to run an entry's model on `texts`; unless `drawn`, decisions are those of the model in float32.
 
-    All obey that, but for a rule on the text, which decides the same in any precision.
+    They are forced in every way, except for word ends, which are the same in any precision.
     """
     exact = exact.to(texts[0].device)
     model, given, fractions = as_served(copy.deepcopy(exact)), list[Given](), list[float]()
@@ -136,7 +136,7 @@ def _checked(entry: Entry, exact: LanguageModel, texts: list[Tensor], drawn: Ten
 
 
 def _trained(entry: Entry, scale: Scale, out: Path) -> LanguageModel | None:
-    """The model of the first seed, where its run is there and finished."""
+    """The model of the first seed, if its run exists and is finished."""
     name = next(iter(entry.runs(1)))
     run = Run(out / (name if scale == BASE else named(scale.title, name)))
     return load_model(Run.open(run.path), torch.device("cpu")) if run.finished else None
@@ -153,9 +153,9 @@ def _decides_untrained(entry: Entry) -> bool:
 
 
 def _drawn(model: LanguageModel, entry: Entry, ran: Outcomes, ids: Tensor) -> Tensor:
-    """`[routed site, batch, time]`: each with the share that the first seed had there on test text.
+    """`[routed site, batch, time]`: random decisions with the share that the first seed had there on test text.
 
-    One number is drawn for each token, so that who takes a block of a smaller share takes those of larger ones.
+    One number is drawn per token, so that a token in a block with a small share is also in those with larger ones.
     """
     row = ran.first_row(entry.setting)
     if row is None or entry.setting.flops is not None:
@@ -179,7 +179,7 @@ def _ways(model: LanguageModel, execution: str) -> dict[str, Pass]:
 
 
 def _one_after_the_other(way: Timed, device: torch.device, pool: Any) -> Callable[[], object]:
-    """A pass over the next text with every call."""
+    """Each call is a pass over the next text."""
     texts = itertools.cycle(way.given)
     if way.how == "packed" or device.type != "cuda":
         return lambda: way.run(**next(texts))
@@ -196,7 +196,7 @@ def _one_after_the_other(way: Timed, device: torch.device, pool: Any) -> Callabl
 
 @torch.no_grad()
 def _timed(ways: list[Timed], batch: int, device: torch.device) -> list[Row]:
-    """Of each entry the way that takes the least time."""
+    """A row for each entry, with its fastest way."""
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     with Progress(f"batch {batch}: compiling", len(ways), unit="ways") as progress:
         in_turns = {}

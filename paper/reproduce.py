@@ -1,10 +1,10 @@
-"""The paper, reproduced: whatever its tables need and results/ does not hold yet is trained and measured.
+"""Reproduce the TSA paper: train and measure what its tables need and results/ does not have yet.
 
     from paper.reproduce import reproduce
-    reproduce("all", seeds=3, max_minutes=9)        # repeat it until it says that nothing is left
+    reproduce("all", seeds=3, max_minutes=9)        # repeat until it reports that nothing is left
 
-Rows are written as soon as they are known, so a call that is stopped or out of time leaves what it has; the next one,
-on this machine or another that has the rows, goes on. Times are taken after the last training, when nothing else runs.
+Rows are written at once, so a call that is stopped or out of time keeps what it has. The next call continues, on this
+machine or another that has the rows. Timings are taken after the last training run, when nothing else runs.
 """
 
 import time
@@ -37,10 +37,10 @@ def reproduce(
     workers: int | None = None,
     show: bool = True,
 ) -> Progress:
-    """Fill the rows of `table`, or of all but the scaling study; run folders go to `out`, rows to `results`.
+    """Fill the rows of `table`; "all" is everything but the scaling study. Run folders go to `out`, rows to `results`.
 
-    `quick` takes a miniature of everything, one seed on this CPU in about a minute: it shows how it works and says
-    nothing about the paper, so give it a `results` of its own.
+    `quick` runs a miniature of everything, one seed on this CPU in about a minute. It shows how it works and means
+    nothing for the paper, so give it its own `results`.
     """
     chosen = tables.chosen(table)
     grid.check_size(seeds, max_minutes)
@@ -75,7 +75,7 @@ class _Study:
             console.print(line, markup=False, soft_wrap=True)
 
     def write_down(self, table: str, minutes: float) -> None:
-        """What this call took, so that the whole can be said to have taken what it did."""
+        """Record the time of this call, for the total on the page."""
         if self.new_runs or self.new_rows:
             from tokendepth.runs.machine import choose_device, environment
 
@@ -121,7 +121,7 @@ class _Study:
         self.new_runs += 1
 
     def _look_at_routing(self, run: Run) -> None:
-        """Depth by token type, while the run's folder is there."""
+        """Measure depth by token type while the run's folder exists."""
         if tables.label_of(run.name) not in tables.ROUTING:
             return
         from tokendepth.analysis import routing
@@ -139,7 +139,7 @@ class _Study:
         for measurement in dict.fromkeys(wanted):
             if not self.deadline.passed():
                 self._measure(measurement)
-            if self.deadline.passed():  # it may have been cut short
+            if self.deadline.passed():  # may have been cut short
                 self.done.left.append(measurement)
 
     def _measure(self, measurement: Measurement) -> None:

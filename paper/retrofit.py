@@ -1,18 +1,17 @@
-"""Retrofit, judged: one dense model brought to some budgets by routers, beside what must be beaten.
+"""The study of retrofits: routers bring one dense model to several budgets, compared with simpler ways to get there.
 
-All contenders begin with the same weights and are trained on the same tokens under the same seeds: the dense model
-trained alike; adjacent blocks dropped, then trained; a linear map in their place, then trained; a span with a learned
-router, and with dice in its place; and more that can be named. Every loss is of the test split, executed sparsely, at a
-measured share of the base's block FLOPs.
+All contenders start from the same weights and are trained on the same tokens with the same seeds: the dense model with
+nothing skipped; adjacent blocks dropped; a linear map in their place; a span with a learned router, and with random
+decisions; and others, if named. Losses are those of the test split, executed sparsely, at a measured share of the
+base's block FLOPs.
 
-The same small search for each, by a rule that was written first: `RATES` times two values of its one knob (a dense
-model: four rates), seed 0, `SHORT` of the steps, at the first of the budgets; the run with the lowest loss on
-validation text is the contender's choice, at every budget (each beside the untouched model on the same text: runs of
-different times read more or less of it). Dice take the rate of the router. A contender that was not searched takes the
-first of its settings.
+All get the same small search, by a rule fixed in advance: `RATES` times two values of one knob (the dense model: four
+rates), seed 0, `SHORT` of the steps, at the first budget. The run with the lowest validation loss, relative to the
+untouched model on the same text, decides for every budget (relative, because runs made at different times read
+different amounts of it). Random decisions use the router's rate. A contender without a search uses its first setting.
 
     from paper.retrofit import search, study
-    search(base=Path("runs/smollm2"), corpus="text:wiki.txt", max_minutes=9)     # repeat both until nothing is left
+    search(base=Path("runs/smollm2"), corpus="text:wiki.txt", max_minutes=9)     # repeat both until they are done
     study(base=Path("runs/smollm2"), corpus="text:wiki.txt", max_minutes=9)
 """
 
@@ -38,10 +37,16 @@ TOKENS = 2**16
 RATES = (1e-4, 3e-4)
 WARMUP = 20
 SHORT = 2 / 3
-"""Of the steps: the length of a run of the search."""
+"""Length of a run of the search, as a share of the steps."""
 
 Setting = Mapping[str, Any]
 """Options of a retrofit."""
+TITLES = {"smollm2": "SmolLM2-135M-Instruct"}
+"""Full names of bases, by the name of their run folder."""
+
+
+def base_title(base: str) -> str:
+    return TITLES.get(base, base)
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,12 @@ class Contender:
     title: str
     setting: Setting
     knob: tuple[Setting, ...] = ({},)
-    """What the search tries, the first unless it was run."""
+    """Settings that the search tries; the first one is used if there was no search."""
     rates: tuple[float, ...] = RATES
     like: str = ""
-    """Takes the learning rate that the search chose for that one."""
+    """Use the learning rate that the search chose for this contender."""
     default: bool = True
-    """Part of the study unless others are named."""
+    """Part of the study unless contenders are named."""
 
     def tries(self) -> list[tuple[float, Setting]]:
         return [] if self.like else [(rate, one) for one in self.knob for rate in self.rates]
@@ -65,23 +70,23 @@ ROUTED: Setting = {"method": "span"}
 TOLD: tuple[Setting, ...] = ({"router": "kl"}, {"router": "teacher"})
 CHOOSE: tuple[Setting, ...] = ({"choose": "alike"}, {"choose": "loss"})
 CONTENDERS = (
-    Contender("dense", "dense, trained alike", {"method": "dense"}, rates=(5e-5, 1e-4, 2e-4, 3e-4)),
-    Contender("drop", "adjacent blocks dropped, then trained", {"method": "drop"}, CHOOSE),
-    Contender("replaced", "a linear map in the place of adjacent blocks, then trained", {"method": "replace"}, CHOOSE),
-    Contender("span", "one decision for a span, a linear map where it is skipped", ROUTED, TOLD),
-    Contender("dice", "the same, dice instead of the router", {**ROUTED, "router": "dice"}, like="span"),
-    Contender("loss", "the same, router told the true loss", {**ROUTED, "router": "loss"}, default=False),
-    Contender("plain", "a span without the linear map", {**ROUTED, "bypass": False}, TOLD, default=False),
-    Contender("budget", "a router for each block, told the size of the update", {"method": "budget"}, default=False),
+    Contender("dense", "dense, fine-tuned", {"method": "dense"}, rates=(5e-5, 1e-4, 2e-4, 3e-4)),
+    Contender("drop", "blocks dropped", {"method": "drop"}, CHOOSE),
+    Contender("replaced", "blocks replaced by a linear map", {"method": "replace"}, CHOOSE),
+    Contender("span", "span (linear map for skipped tokens)", ROUTED, TOLD),
+    Contender("dice", "span, random", {**ROUTED, "router": "dice"}, like="span"),
+    Contender("loss", "span, router trained on the true loss", {**ROUTED, "router": "loss"}, default=False),
+    Contender("plain", "span, no linear map", {**ROUTED, "bypass": False}, TOLD, default=False),
+    Contender("budget", "budget, one router per block", {"method": "budget"}, default=False),
 )
-"""What decides most comes first: a call that is cut short has it."""
+"""The most important first, so that a call that is cut short has them."""
 SHAPE = ModelConfig(d_model=32, n_layer=8, n_head=4, d_ff=48, context=16, dropout=0.0)
-"""Of the base of a miniature."""
+"""Of the base in a miniature (`--quick`)."""
 
 
 @dataclass(frozen=True)
 class Plans:
-    """From a contender and a budget to a config."""
+    """Makes the config for a contender and a budget."""
 
     base: Run
     corpus: str | None
@@ -94,7 +99,7 @@ class Plans:
         from tokendepth.training.retrofit_plan import plan
 
         key = f"{setting} {budget}"
-        if key not in self.known:  # what is measured on the base is measured once
+        if key not in self.known:  # measure the base only once
             how = RetrofitOptions(corpus=self.corpus, budget=budget, context=self.context, distill=0.0, **setting)
             self.known[key] = plan(self.base, how, show=self.show)
         warmup = min(WARMUP, steps - 1)
@@ -122,7 +127,7 @@ def study(*, budgets: str = BUDGETS, seeds: int = SEEDS, results: Path = Path("r
     configs: dict[str, RunConfig] = {}
     for number, budget in enumerate(study.budgets):
         for one in study.wanted:
-            if one.name == "dense" and number:  # it is the same at any budget
+            if one.name == "dense" and number:  # the same at any budget
                 continue
             rate, knob = chosen.get(one.like or one.name, (one.rates[0], one.knob[0]))
             knob = one.knob[0] if one.like else knob
@@ -134,16 +139,16 @@ def study(*, budgets: str = BUDGETS, seeds: int = SEEDS, results: Path = Path("r
 
 
 def choices(path: Path, base: Run) -> dict[str, tuple[float, Setting]]:
-    """For each contender that was searched: the rate and setting with the lowest loss on validation text."""
+    """The rate and setting with the lowest validation loss, for each contender that was searched."""
     tries = {one.name: one.tries() for one in CONTENDERS}
     searched = search_differences(path, base.fingerprint)
     return {name: tries[name][min(found, key=found.__getitem__)] for name, found in searched.items()}
 
 
 def search_differences(path: Path, sha256: str) -> dict[str, dict[int, float]]:
-    """By contender and number of the try, of the base whose weights have this SHA-256: the loss beside that base's.
+    """Loss relative to the untouched base with this SHA-256, by contender and number of the try.
 
-    Not the loss itself: rows of different times read more or less of the validation text.
+    Not the loss itself: rows made at different times read different amounts of validation text.
     """
     found: dict[str, dict[int, float]] = {}
     for row in rows_so_far(path):
@@ -220,7 +225,7 @@ def _miniature_base(out: Path, *, show: bool) -> Run:
 
 
 def at_full_budget(run: Run) -> Row:
-    """The same weights with every token active: their loss, and how often both choose the same next token."""
+    """The same weights with every token active: the loss, and how often both agree on the most likely next token."""
     import torch
     import torch.nn.functional as F
 

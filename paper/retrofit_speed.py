@@ -1,6 +1,6 @@
-"""Of docs/RETROFIT.md: how fast retrofitted models are, from forward.json and decode.json in results/.
+"""The speed section of docs/RETROFIT.md, from forward.json and decode.json in results/.
 
-A retrofitted run counts as one of a base where its folder is called BASE-..., such as smollm2-span-0.7.
+A retrofitted run belongs to a base if its folder is called BASE-..., such as smollm2-span-0.7.
 """
 
 from pathlib import Path
@@ -12,20 +12,33 @@ from tokendepth.runs.results import Row, rows_so_far
 
 PREFILL, DECODE = "prefill", "decode"
 EFFICIENCY = 0.85
-"""Wanted of a prefill on a GPU; on a CPU and of decoding: faster than the dense model."""
+"""Target for prefill on a GPU; on a CPU and for decoding the target is to be faster than the dense model."""
 NOTE = (
-    "A pass over a text, and one token more after it, each against the fastest dense run of the same shape on the same "
-    "device (SPEED.md). `at most` is by FLOPs for a pass and by bytes read for a token. Where no retrofitted model was "
-    "timed stands the base's shape with a router for each block and random decisions."
+    "Prefill and one decoding step, each compared with the fastest dense run of the same shape on the same device "
+    "([SPEED.md](SPEED.md)). `at most` is the speedup that the skipped FLOPs (prefill) or bytes (decode) would allow; "
+    "`efficiency` is the share of that gain which was measured."
+)
+SHAPE = "its shape, random decisions"
+UNTIMED = (
+    f" `{SHAPE}`: no retrofitted model was timed on that device, so the row shows the base's shape with one router per "
+    "block and random decisions."
 )
 
 
 def section(results: Path, base: str) -> str:
     lines = _lines(results, base, "forward", PREFILL) + _lines(results, base, "decode", DECODE)
-    titles = ["", "model", "device", "batch", "active", "dense, ms", "skipping, ms", "speedup", "at most", "wanted"]
+    titles = ["", "model", "device", "batch", "active", "dense, ms", "skipping, ms", "speedup", "at most", "target"]
     if not lines:
         lines = [[NOT_RUN, *[""] * (len(titles) - 1)]]
-    return f"### Speed\n\n{wrapped(NOTE)}\n\n{table(titles, lines, words=3)}"
+    note = NOTE + (UNTIMED if any(line[1] == SHAPE for line in lines) else "")
+    return f"### Speed\n\n{wrapped(note)}\n\n{table(titles, lines, words=3)}"
+
+
+def summary(results: Path, run: str) -> str:
+    """A sentence about prefill with this run; nothing if it was not timed."""
+    rows = [row for row in rows_so_far(results / "forward.json") if (row["run"], row["execution"]) == (run, "sparse")]
+    said = [f"{row['speedup']:.2f}x on {row['device']}, batch {row['batch']}" for row in sorted(rows, key=_place)]
+    return f" Prefill speed relative to dense: {'; '.join(said)}." if said else ""
 
 
 def _lines(results: Path, base: str, name: str, what: str) -> list[list[str]]:
@@ -42,7 +55,7 @@ def _place(row: Row) -> tuple:
 
 
 def _line(row: Row, what: str) -> list[str]:
-    model = row["run"] or "its shape, random decisions"
+    model = row["run"] or SHAPE
     times = f"{row['dense_ms'][0]:.2f}", f"{row['sparse_ms'][0]:.2f}"
     cells = [what, model, row["device"], f"{row['batch']} x {row['context']:,}", f"{row['active_fraction']:.3f}"]
     return [*cells, *times, f"{row['speedup']:.2f}x", f"{row['ceiling']:.2f}x", _verdict(row, what)]
@@ -57,5 +70,5 @@ def _verdict(row: Row, what: str) -> str:
     return f"faster than dense: {_met(row['speedup'] > 1)}"
 
 
-def _met(reached: bool) -> str:
-    return "reached" if reached else "**missed**"
+def _met(met: bool) -> str:
+    return "met" if met else "**missed**"

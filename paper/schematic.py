@@ -1,4 +1,4 @@
-"""How each method spends depth, drawn: one column a token, one row a layer in the order in which they are passed."""
+"""Drawings of how each method spends depth: one column per token, one row per layer, in order of execution."""
 
 import re
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from tokendepth.report.palette import ACTIVE, INK, PAPER, SKIPPED
 
 WORKED, KEPT, PASSED, ATTENDED = "#", "k", ".", "a"
 FILLS = {
-    WORKED: (ACTIVE + "aa", "worked on"),
-    KEPT: (SKIPPED, "passes by, leaves key and value"),
-    PASSED: (PAPER, "passes by, leaves nothing"),
+    WORKED: (ACTIVE + "aa", "processed"),
+    KEPT: (SKIPPED, "skipped, keeps key and value"),
+    PASSED: (PAPER, "skipped, no key or value"),
     ATTENDED: ("#cfe6e3", "attention only"),
 }
 EXPERTS = "1234"
@@ -26,13 +26,13 @@ EXPERTS = "1234"
 class Schematic:
     caption: str
     layers: tuple[tuple[str, str], ...]
-    """Label and one letter a token, the first layer first. A digit is the expert that worked on it."""
+    """Label and one letter per token, the first layer first. A digit is the expert that processed the token."""
     shared: tuple[tuple[int, int], ...] = ()
-    """First and last of the layers that share their weights."""
+    """First and last of the layers that share weights."""
     text: str = ""
-    """A character a token, where it matters which."""
+    """One character per token, if it matters which."""
     carried: int | None = None
-    """The layer whose updates are carried on to the tokens that passed it by."""
+    """The layer whose updates are carried over to the tokens that skipped it."""
 
 
 _ALL = "#" * 10
@@ -43,28 +43,28 @@ def _blocks(*rows: str) -> tuple[tuple[str, str], ...]:
 
 
 SCHEMATICS = {
-    "dense": Schematic("Every token passes every block.", _blocks(*[_ALL] * 6)),
+    "dense": Schematic("Every token goes through every block.", _blocks(*[_ALL] * 6)),
     "tsa": Schematic(
-        "Executed at the threshold, each router decides for its own block alone; how many tokens it keeps is learned, "
-        "and a skipped token still leaves its key and value.",
+        "At the threshold, each router decides for its own block. How many tokens it keeps is learned. A skipped token "
+        "still provides its key and value.",
         _blocks(_ALL, "#k##kk#k##", "######k###", "##k#######", "###k##k###", "#####k####"),
     ),
     "budget": Schematic(
-        "At budget 0.4 each routed block works on 4 of 10 tokens; which ones is learned. The others still leave key "
+        "At budget 0.4 each routed block processes 4 of 10 tokens; which ones is learned. The others still provide key "
         "and value.",
         _blocks(_ALL, "#k#kkk##kk", "k##kk#kk#k", "#kk#k##kkk", "kk##kk#kk#", "#k#kk##kkk"),
     ),
     "early_exit": Schematic(
-        "A token leaves for good; later blocks project its key and value from the state that it left with.",
+        "A token leaves for good. Later blocks project its key and value from the state that it left with.",
         _blocks(_ALL, "#k####k###", "#k#k##k#k#", "kk#k##k#k#", "kk#k#kk#kk", "kk#kkkk#kk"),
     ),
     "mod": Schematic(
-        "Every other block takes an eighth of the tokens (here one of ten); the others leave not even a key there.",
+        "Every other block takes an eighth of the tokens (here one of ten). The others have no key or value there.",
         _blocks(_ALL, "..#.......", _ALL, "......#...", _ALL, "#........."),
     ),
     "mor": Schematic(
-        "Between a first and a last layer, a shared pair is applied again to the tokens that are still in; with "
-        "recursion-wise keys and values, only these attend to each other there.",
+        "Between a first and a last layer, a shared pair is applied again to the remaining tokens. With recursion-wise "
+        "keys and values, only these attend to each other there.",
         (
             ("first", _ALL), ("shared a", _ALL), ("shared b", _ALL), ("shared a again", "#..##.#.#."),
             ("shared b again", "#..##.#.#."), ("last", _ALL),
@@ -72,7 +72,7 @@ SCHEMATICS = {
         shared=((1, 3), (2, 4)),
     ),
     "act": Schematic(
-        "One block, step after step; a halted token is frozen, and its state still provides key and value.",
+        "One block, step after step. A halted token is frozen; its state still provides key and value.",
         tuple(
             (f"step {n}", row)
             for n, row in enumerate((_ALL, "###k######", "#k#k##k###", "kk#k##k#k#", "kk#kkkk#kk", "kk#kkkkkkk"), 1)
@@ -80,8 +80,8 @@ SCHEMATICS = {
         shared=((0, 5),),
     ),
     "itt": Schematic(
-        "Every other layer is applied again, up to four times in all, to the tokens that need more of it; here the "
-        "first two layers of several.",
+        "Every other layer is applied again, up to four times in all, to the tokens that need it. Here: the first two "
+        "layers.",
         (
             ("layer 0", _ALL), ("layer 1", _ALL), ("layer 1, thinking", "###.##.##."),
             ("layer 1, thinking", "#.###.##.#"), ("layer 1, thinking", ".###.##.##"),
@@ -89,15 +89,15 @@ SCHEMATICS = {
         shared=((1, 4),),
     ),
     "span": Schematic(
-        "One decision stands for blocks 3 to 6, here taken where words end. The tokens that take them pass all four as "
-        "a shorter sequence; the others leave no keys and values there, and are given the update of the last token "
-        "that took them (arrows).",
+        "One decision covers blocks 3 to 6; here tokens at word ends take them. They go through all four as a shorter "
+        "sequence. The others have no keys and values there and receive the update of the last token that took the "
+        "span (arrows).",
         _blocks(*[_ALL] * 3, *["#..#...#.."] * 4, *[_ALL] * 2),
         text="the cat on",
         carried=6,
     ),
     "switch": Schematic(
-        "In every other block each token takes one of four feed-forward networks (the numbers); all cost the same. A "
+        "In every other block each token takes one of four feed-forward networks (the numbers). All cost the same. A "
         "token whose expert is full gets attention only.",
         _blocks(_ALL, "1324113a24", _ALL, "42131a2431", _ALL, "2314421a13"),
     ),
@@ -131,7 +131,8 @@ def schematic(method: str) -> Drawing:
             Patch(fc=fill, ec=INK, lw=0.6, label=words) for letter, (fill, words) in FILLS.items() if letter in used
         ]
         if drawn.carried is not None:
-            keys.append(Line2D([], [], color=INK, linewidth=1.1, marker=">", markevery=[-1], label="update carried on"))
+            arrow = {"linewidth": 1.1, "marker": ">", "markevery": [-1]}
+            keys.append(Line2D([], [], color=INK, label="update carried over", **arrow))
         figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), handlelength=1.2)
         return render(figure, f"method-{method}", drawn.caption)
 
@@ -146,7 +147,7 @@ def _cell(axes: Axes, token: int, depth: int, letter: str) -> None:
 
 
 def _carry(axes: Axes, depth: int, row: str) -> None:
-    """Arrows from each token that was worked on over those after it that were not."""
+    """Arrows from each processed token over the skipped ones after it."""
     for stretch in re.finditer(f"{WORKED}{re.escape(PASSED)}+", row):
         ends = (stretch.start() + 0.75, depth + 0.5), (stretch.end() - 0.25, depth + 0.5)
         axes.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.1})

@@ -1,21 +1,21 @@
-"""The same small search for every method: eight short runs each, judged on validation by a rule that was written first.
+"""The same small search for every method: eight short runs each, judged on validation text by a rule written first.
 
-1. Every contender of `contenders.py` gets eight runs: four learning rates times two values of its main knob; dense
-   models, which all others are judged by, the four rates at 4, 6 and 8 layers. Seed 0, 800 steps: 100 of
+1. Every contender in `contenders.py` gets eight runs: four learning rates times two values of its main knob. Dense
+   models, which all others are compared with, get the four rates at 4, 6 and 8 layers. Seed 0, 800 steps: 100 of
    warm-up, then a cosine.
-2. Each is executed sparsely on the first 262,144 bytes of the validation split.
-3. Each loss is compared with that of dense models of the same executed FLOPs: linear interpolation between the best of
-   four rates at 4, 6 and 8 layers, constant beyond the ends. The run with the smallest relative difference is the
-   contender's choice; of dense models, the rate with the lowest loss at each number of layers. Attention within a
-   packed sequence is counted at the length of that sequence.
-4. A model that can be executed at several costs is judged where its FLOPs come nearest to those of six dense layers.
+2. Each run is evaluated with tokens really skipped, on the first 262,144 bytes of the validation split.
+3. Each loss is compared with dense models with the same executed FLOPs: linear interpolation between the best of four
+   rates at 4, 6 and 8 layers, constant beyond the ends. Each contender gets the setting with the lowest loss relative
+   to dense models. Dense models get the rate with the lowest loss at each number of layers. Attention within a packed
+   sequence is counted over that sequence.
+4. A model that can run at several costs is judged where its FLOPs are closest to those of six dense layers.
 5. A run whose loss or gradient stops being finite has lost.
 
-Nothing else is chosen, and nothing on the test split. The choices are read from the rows; no number of them stands in
+Nothing else is chosen, and nothing on the test split. The choices are read from the rows; none of them is written in
 the code.
 
     from paper.search import search
-    search(max_minutes=9)                   # repeat it until nothing is left
+    search(max_minutes=9)                   # repeat until nothing is left
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ NOT_FINITE = "not finite"
 
 
 def runs(*, quick: bool = False) -> dict[str, RunConfig]:
-    """Every run of the search by its name, one learning rate after the other."""
+    """Every run of the search by name, one learning rate after the other."""
     found = {
         one.run_name(value, rate, SHORT): one.config(value, rate, SHORT)
         for rate in contenders.RATES
@@ -57,7 +57,7 @@ def search(
 ) -> Progress:
     """Give every run of the search a row in `results`; run folders go to `out`.
 
-    `quick` takes a miniature of everything on this CPU, so give it a `results` of its own.
+    `quick` runs a miniature of everything on this CPU, so give it its own `results`.
     """
     if max_minutes is not None and not max_minutes > 0:
         raise UserError(f"--max-minutes is {max_minutes:g}; expected a number above 0")
@@ -71,7 +71,7 @@ def search(
 
 
 def wall_clock(run: Run) -> Row:
-    """Seconds from a run's first file to its evaluation, beside its neighbours on the device and with all pauses."""
+    """Seconds from the first file of a run to its evaluation, with other runs on the device and all pauses."""
     first, last = (run.path / name for name in ("config.json", "eval.json"))
     return {"wall_seconds": last.stat().st_mtime - first.stat().st_mtime}
 
@@ -81,18 +81,18 @@ def wall_clock(run: Run) -> Row:
 
 @dataclass(frozen=True)
 class Tried:
-    """One run of the search, beside dense models of its cost."""
+    """One run of the search, compared with dense models of the same cost."""
 
     contender: Contender
     value: str
     rate: float
     row: Row
     loss: float
-    """Executed, on validation text."""
+    """With real skipping, on validation text."""
     flops: float
     """Executed, per token."""
     dense: float
-    """Loss of dense models of the same FLOPs."""
+    """Loss of dense models with the same FLOPs."""
 
     @property
     def difference(self) -> float:
@@ -100,20 +100,20 @@ class Tried:
 
     @property
     def at_the_edge(self) -> bool:
-        """Whether its rate is the highest or lowest tried: a better one may lie beyond."""
+        """Whether its rate is the highest or lowest that was tried, so that a better one may lie beyond."""
         return self.rate in (min(contenders.RATES), max(contenders.RATES))
 
 
 @dataclass(frozen=True)
 class Search:
-    """What the rows say of each contender."""
+    """The rows of each contender, ranked."""
 
     tried: dict[Contender, list[Tried]]
-    """The best first; those whose runs were lost are left out."""
+    """The best first, without runs that diverged."""
     lost: dict[Contender, int]
     missing: dict[Contender, int]
     target: float | None
-    """FLOPs of dense models with six layers; none before they ran."""
+    """FLOPs of the dense models with six layers; None before they ran."""
 
     @classmethod
     def read(cls, results: Path, *, quick: bool = False) -> "Search":
@@ -137,12 +137,12 @@ class Search:
         return cls(tried, lost, missing, target)
 
     def choice(self, contender: Contender) -> Tried | None:
-        """The best of all its runs; none before all have ended."""
+        """The best of all its runs; None before all have finished."""
         tried = self.tried[contender]
         return tried[0] if tried and not self.missing[contender] else None
 
     def rate_of_dense(self, layers: int) -> float | None:
-        """The best at the nearest number of layers that was searched."""
+        """The best rate at the nearest number of layers in the search."""
         if self.missing[DENSE]:
             return None
         nearest = min(self.tried[DENSE], key=lambda one: (abs(_layers(one.row) - layers), one.loss))
@@ -150,7 +150,7 @@ class Search:
 
 
 def _dense_line(tries: list[tuple[str, float, Row]]) -> list[tuple[float, float]]:
-    """FLOPs and loss at each number of layers, at the best rate for it."""
+    """FLOPs and loss at each number of layers, with the best rate."""
     best: dict[str, tuple[float, float]] = {}
     for value, _, row in tries:
         place = row["evaluation"]["flops_per_token"], row["evaluation"]["sparse"]["loss"]
@@ -173,7 +173,7 @@ def _judged(
 
 
 def nearest_point(row: Row, flops: float) -> Row:
-    """The evaluation of a row; of a model that was executed at several costs, that nearest to `flops`."""
+    """The evaluation of a row; for a model that ran at several costs, the one closest to `flops`."""
     points = row["evaluation"]["curve"] or [row["evaluation"]]
     return min(points, key=lambda point: abs(point["flops_per_token"] - flops))
 

@@ -1,8 +1,8 @@
-"""What is compared, declared: every method at two budgets, beside dense models with fewer layers and random routing.
+"""The settings that are compared: every method at two budgets, dense models with fewer layers, and random routing.
 
-The budgets are shares of the token-layer work of the dense model with six layers: about a half, so three layers a
-token, and about three quarters. Some methods can be told what to spend, some only be nudged; the tables say what each
-came to. A method that repeats its layers gets fewer of them, so that what it executes is what the others execute.
+The budgets are shares of the token-layer work of the dense model with six layers: about one half, so three layers per
+token, and about three quarters. Some methods take a budget, others only an incentive; the tables show what each
+executed. A method that repeats its layers gets fewer of them, so that it executes as much as the others.
 """
 
 import functools
@@ -15,35 +15,35 @@ from tokendepth.recipes import variants
 from tokendepth.runs.results import Row
 
 Level = Literal["half", "mild", "any"]
-"""The budget that a setting aims at; any where it aims at none."""
+"""The budget that a setting aims at; any if it aims at none."""
 LAYERS = (6, 5, 4, 3, 2)
 SAME_FLOPS = 0.03
-"""How far beyond its last model the line of dense models still stands for a cost, as a share of it."""
+"""How far the line of dense models may be extended beyond its last model, as a share of the FLOPs."""
 SAME_PARAMETERS = 0.04
 """Parameters count as matched within this share of the dense model's."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the tables: a trained model, executed in one way."""
+    """One row of the tables: a trained model, executed in one way."""
 
     title: str
     method: str
-    """On whose page it stands; `random` and `two_passes` are controls."""
+    """The method on whose page it appears; `random` and `two_passes` are controls."""
     cell: str
-    """As `sweep` reads it, without the corpus; empty where a study makes its configs itself."""
+    """In the syntax of `sweep`, without the corpus; empty if a study makes its own configs."""
     level: Level = "any"
     budget: float | None = None
-    """Of a model that can be executed at several, this one."""
+    """The budget to execute, for a model that supports several."""
     skips: float | None = None
-    """Of a model with exits, the threshold at which this share of the work is skipped."""
+    """For a model with exits: execute at the threshold that skips this share of the work."""
     flops: float | None = None
-    """Of a model with a curve, its point that executes about so many FLOPs a token."""
+    """For a model with a curve: take the point that executes about this many FLOPs per token."""
     matched: bool = False
-    """With a feed-forward network as wide as it takes to have the dense model's parameters."""
+    """With a feed-forward network wide enough to match the dense model's parameters."""
 
     def point(self, row: Row) -> float | None:
-        """Where on the curve of a run this is; where the work decides that, the row of the first seed is asked."""
+        """The point on the curve of a run; if the work decides, it is chosen from the row of the first seed."""
         if not self.chosen_by_work:
             return self.budget
         key, wanted = ("tlops_skipped", self.skips) if self.flops is None else ("flops_per_token", self.flops)
@@ -60,7 +60,7 @@ def _dense(layers: int) -> Setting:
 
 
 def _two_passes(layers: int) -> Setting:
-    """Trained as budget routing is on Shakespeare, and nothing is skipped: what that training does alone."""
+    """Trained like budget routing on Shakespeare, but with nothing skipped: the effect of the training by itself."""
     cell = "budget:method.budget=1:method.dial=False" + (f":model.n-layer={layers}" if layers < 6 else "")
     return Setting(f"two passes, {layers} layers", "two_passes", cell)
 
@@ -81,7 +81,7 @@ SETTINGS = (
     Setting("TSA, penalty 0.001", "tsa", "tsa:method.depth-penalty=0.001", "mild"),
     Setting("budget 0.4", "budget", "budget", "half", budget=0.4),
     Setting("budget 0.7", "budget", "budget", "mild", budget=0.7),
-    # A step of two passes on half of the sequences costs what a dense step costs.
+    # Two forward passes on half of the sequences cost as much as a dense step.
     Setting("budget 0.4, half the batch", "budget", "budget:train.batch-size=32", budget=0.4),
     *(_two_passes(layers) for layers in (6, 4, 3)),
     Setting("early exit by confidence, half", "early_exit", "early_exit", "half", skips=0.5),
@@ -111,20 +111,20 @@ class Comparison:
     seeds: int
     settings: tuple[Setting, ...]
     files: tuple[str, ...]
-    """Where rows of the same experiments are looked for, the first before the others; new ones go into the first."""
+    """Files with rows of the same experiments, in order of precedence; new rows go into the first."""
 
 
 RUNS = "compare.json"
 SHAKESPEARE = Comparison(
     "Tiny-Shakespeare", "shakespeare", 3, SETTINGS, (RUNS, "reproduction.json", "shakespeare.json")
 )
-"""All others are compared by a study that tunes them alike (`depth.py`)."""
+"""On enwik8 the methods are compared by a study that tunes them all the same way (`depth.py`)."""
 
 
 def runs(setting: Setting, corpus: str, seeds: int, *, quick: bool = False) -> dict[str, RunConfig]:
-    """One for each seed, by its name."""
+    """One per seed, by name."""
     found = variants(f"{corpus}.{setting.cell}", seeds)
-    if quick:  # all layers stay: how many there are is what is compared
+    if quick:  # keep all layers: their number is compared
         small = {name: tables.miniature(config, layers=max(LAYERS)) for name, config in found.items()}
         found = {n: replace(c, train=replace(c.train, eval_every=c.train.steps)) for n, c in small.items()}
     return {_renamed(name, made): made for name, made in _matched(found).items()} if setting.matched else found
@@ -147,14 +147,14 @@ def _seedless(config: RunConfig) -> RunConfig:
 
 @functools.cache
 def _matching_width(config: RunConfig) -> int:
-    """The feed-forward width at which `config` has as many parameters as the dense model, to a multiple of 8."""
+    """The feed-forward width, a multiple of 8, at which `config` has as many parameters as the dense model."""
     wanted = _parameters(replace(config, method=DenseConfig()))
     narrow, wide = (_parameters(replace(config, model=replace(config.model, d_ff=width))) for width in (8, 16))
     return 8 + 8 * round((wanted - narrow) / (wide - narrow))
 
 
 def _parameters(config: RunConfig) -> int:
-    """With one token in the vocabulary: the embedding is the same for all, so it does not tell them apart."""
+    """With a vocabulary of one token, since the embedding is the same for all."""
     from tokendepth.methods import build
 
     model = build(replace(config, model=replace(config.model, vocab_size=1)))

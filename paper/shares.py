@@ -1,6 +1,6 @@
-"""How far routed blocks are from the share of tokens that a budget named, and which rows have old thresholds.
+"""How far routed blocks are from the share of tokens that the budget asks for, and which rows have old thresholds.
 
-A share is promised for each routed block; the mean over blocks hides those that miss it on either side.
+The budget is the share of every routed block; the mean over blocks would hide blocks that miss it on either side.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 from tokendepth.config import BudgetConfig
 from tokendepth.methods.budget import spread
 
-FIRST = "32,768 tokens, however much the parts of a text differ"
+FIRST = "32,768 tokens, however much the parts of the text differ"
 LOOKED_AT = {
     "857fe488af0b": FIRST,
     "60ee5051e604": FIRST,
@@ -18,14 +18,14 @@ LOOKED_AT = {
     "774a5b35f86f": FIRST,
     "2752c6f566f7": FIRST,
     "27791e8ca2c1": FIRST,
-    "ccc76dcc8817": "as much as the mean over the blocks needs",
+    "ccc76dcc8817": "as much as the average over blocks needs",
 }
-"""What calibration looked at, by the commits of rows that are older than today's."""
+"""The text that calibration used, by the commits of rows with an older calibration."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of one model at one budget, block by block."""
+    """The shares of one model at one budget, block by block."""
 
     named: list[float]
     executed: list[float]
@@ -48,15 +48,15 @@ class Shares:
 
 def off(found: list[Shares]) -> str:
     block, mean = max(one.off_in_a_block for one in found), max(one.off_in_the_mean for one in found)
-    return f"off by {block:.4f} in a single block at the most, by {mean:.4f} in the mean over blocks"
+    return f"off by at most {block:.4f} in a single block, and by {mean:.4f} on average over blocks"
 
 
 def older(found: list[Shares]) -> str:
-    """Says that thresholds are older than today's calibration; empty where none are."""
+    """A note if thresholds are older than the current calibration; else empty."""
     looked_at = dict.fromkeys(LOOKED_AT[one.commit] for one in found if one.commit in LOOKED_AT)
     if not looked_at:
         return ""
     return (
-        "The thresholds of these budget models are older than today's calibration, which looks at as much training "
-        f"text as the most varied block needs; theirs looked at {', or at '.join(looked_at)}."
+        "The thresholds of these budget models come from an older calibration. The current one reads as much training "
+        f"text as the most varied block needs; theirs read {', or '.join(looked_at)}."
     )

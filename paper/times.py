@@ -1,11 +1,11 @@
-"""The time of a training step of what `depth` trains, alone on its device: times of training are computed from it.
+"""The time per training step of what `depth` trains, with nothing else on the device; training times follow from it.
 
-Compiled on every device, which is faster on a CPU, too. All models of a call take turns, so that drift hits them alike;
-so whatever is compared belongs into one call. On a GPU a turn is some steps in a row, since the first of them finds
-another model's graph and weights. Rows are written at the end.
+Models are compiled on every device, which is also faster on a CPU. All models of a call take turns, so that drift
+affects all of them; what is compared must be timed in one call. On a GPU a turn is several steps in a row, since the
+first one runs after another model's graph and weights. Rows are written at the end.
 
     from paper.times import times
-    times(only=("budget", "mod"))           # nothing else may run on the device meanwhile
+    times(only=("budget", "mod"))           # nothing else may run on the device
 """
 
 import itertools
@@ -43,14 +43,14 @@ def times(
     device: str = "auto",
     show: bool = True,
 ) -> Done:
-    """A row for every dense model and every contender or control of `only`, on this device; none is all."""
+    """A row for every dense model and every contender or control in `only`, on this device; none means all."""
     check_names(only)
     where, found = choose_device(device), entries(Search.read(results, quick=quick), quick=quick)
     if not found:
         raise UserError(f"{results} has no complete search yet; run: python -m paper search")
     found = [entry for entry in found if not only or entry.setting.method in ("dense", *only)]
     repeats, in_a_row = REPEATS[where.type], IN_A_ROW[where.type]
-    # Else a model too many would run, and be timed, uncompiled.
+    # Otherwise models beyond the limit would be timed uncompiled.
     with freed_memory_kept(where), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         steps = {}
         with Progress("steps: compiling", len(found), unit="models", show=show) as progress:
@@ -69,7 +69,7 @@ def times(
 
 
 def _steps(config: RunConfig, device: torch.device, count: int) -> Callable[[], object]:
-    """Steps on random bytes: what they cost does not depend on the text."""
+    """Steps on random bytes: their cost does not depend on the text."""
     model = build(replace(config, model=replace(config.model, vocab_size=BYTES))).to(device).train()
     step = OptimiserStep(model, replace(config.train, compile="on"), device, Ranks())
     inputs = np.random.default_rng(0).integers(BYTES, size=(config.train.batch_size, config.model.context))

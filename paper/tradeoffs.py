@@ -1,9 +1,10 @@
-"""From the outcomes of a comparison to its picture; on a method's page, with that method alone in colour."""
+"""The figure of a comparison: loss over cost. On the page of a method, only that method is in colour."""
 
 import math
 import re
 from dataclasses import dataclass
 
+from paper.contenders import DECIDERS, SPAN_DICE
 from paper.outcomes import Cost, Outcomes
 from paper.settings import Setting
 from tokendepth.report.figures import Drawing
@@ -15,7 +16,7 @@ from tokendepth.report.tradeoff import Place, tradeoff
 NAMES = {
     "random": "random routing",
     "thin": "dense, thin and deep",
-    "two_passes": "two passes, nothing skipped",
+    "two_passes": "two passes per step, nothing skipped",
     "tsa": "TSA",
     "budget": "budget",
     "early_exit": "early exit",
@@ -24,13 +25,8 @@ NAMES = {
     "act": "ACT",
     "itt": "ITT",
     "switch": "Switch",
-    "span_rule": "span by a rule",
-    "span_boundary": "span by learned boundaries",
-    "span_taught": "span by boundaries, taught",
-    "span_entropy": "span by entropy",
-    "span_gain": "span by what skipping costs",
-    "span_dice": "span by dice",
-    "span_score": "span by a learned score",
+    **{f"span_{decider}": title for decider, title in DECIDERS.items()},
+    "span_dice": SPAN_DICE,
 }
 
 SPAN_MARKERS = {
@@ -43,26 +39,26 @@ SPAN_MARKERS = {
     "span_dice": "+",
 }
 BEST_SPANS = ("span_rule", "span_taught")
-"""In the picture of all methods, where seven marks of nearly the same FLOPs would cover each other."""
+"""Shown in the figure of all methods, where seven marks at nearly the same FLOPs would overlap."""
 LINES = ("solid", "dashed", "dotted")
-"""Of the models of one method that have a curve."""
+"""For the models of one method that have a curve."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What losses are drawn over."""
+    """The cost on the x axis."""
 
     cost: Cost
     words: str
     label: str
     name: str = ""
-    """Added to the figure's."""
+    """Added to the name of the figure."""
     scale: float = 1.0
-    """To what the label says, in millionths."""
+    """To the unit of the label, in millionths."""
 
 
 EXECUTED = Axis(
-    "flops_per_token", "executed FLOPs per token", "million FLOPs per token, executed (head and routers included)"
+    "flops_per_token", "executed FLOPs per token", "million executed FLOPs per token (including head and routers)"
 )
 TRAINED = Axis(
     "training_flops", "training FLOPs per token", "million FLOPs per token, trained (forward and backward)", "training"
@@ -70,7 +66,7 @@ TRAINED = Axis(
 
 
 def timed_on(device: str) -> Axis:
-    words = f"the time of a training step, {device}"
+    words = f"time per training step, {device}"
     name = re.sub("[^a-z0-9]+", "-", f"time {device}".lower())
     return Axis("step_ms", words, f"milliseconds per training step, {device}", name, 1e6)
 
@@ -78,25 +74,34 @@ def timed_on(device: str) -> Axis:
 def draw(
     outcomes: Outcomes, *highlight: str, split: str = "validation", axis: Axis = EXECUTED, page: str = ""
 ) -> Drawing | None:
-    """`highlight` are a method's name and those of its controls, in colour on its `page`; `split` the losses' text."""
+    """`highlight` names the methods in colour: one and its controls, on its `page`. `split` is that of the losses."""
     corpus, dense = outcomes.comparison.corpus, []
     for setting in outcomes.of("dense"):
         if place := _place(outcomes, setting, axis):
             dense.append((setting.title.removeprefix("dense, "), place))
     name = "-".join(filter(None, ["compare", corpus, axis.name, page]))
-    caption = (
-        f"{outcomes.comparison.title}: {split} loss over {axis.words}. A coloured line is one trained "
-        "model at several budgets or thresholds, a lone mark a model of its own, a hollow one made to match the "
-        "parameters; the grey line skips nothing; bars are standard deviations over the seeds. "
-        "Above the frame stand losses too high for it; of a line, where it comes nearest."
-    )
     shown, drawn = tuple(NAMES[method] for method in highlight), series(outcomes, axis)
+    caption = [
+        f"{outcomes.comparison.title}: {split} loss over {axis.words}.",
+        "Marks at the top edge are off the scale.",
+    ]
     if not highlight:
         left_out = {NAMES[method] for method in SPAN_MARKERS if method not in BEST_SPANS}
         if any(one.label in left_out and one.points for one in drawn):
-            caption += " Of the deciders of a span only the two best are drawn."
+            caption.append("Of the span variants only the best two are drawn.")
         drawn = [one for one in drawn if one.label not in left_out]
-    return tradeoff(name, caption, dense, drawn, shown, split, axis.label)
+    caption[1:1] = _marks([one for one in drawn if one.points])
+    return tradeoff(name, " ".join(caption), dense, drawn, shown, split, axis.label)
+
+
+def _marks(drawn: list[Points]) -> list[str]:
+    """What the marks of these mean."""
+    lines = any(one.line != "none" and one.label != NAMES["two_passes"] for one in drawn)
+    single = "Single marks: separate models"
+    if any(not one.filled for one in drawn):
+        single += " (hollow: with matched parameters)"
+    about = ["Coloured lines: one trained model at several budgets or thresholds."] if lines else []
+    return [*about, f"{single}.", "Grey line: dense models.", "Bars: standard deviation over seeds."]
 
 
 def series(outcomes: Outcomes, axis: Axis = EXECUTED) -> list[Points]:
@@ -118,14 +123,14 @@ def series(outcomes: Outcomes, axis: Axis = EXECUTED) -> list[Points]:
 
 
 def _look(kind: str) -> tuple[str, str]:
-    """Colour and marker; deciders of a span have one colour."""
+    """Colour and marker; all deciders of a span have the same colour."""
     if kind in SPAN_MARKERS:
         return look("span").colour, SPAN_MARKERS[kind]
     return (look("dense").colour, "s") if kind == "thin" else (look(kind).colour, look(kind).marker)
 
 
 def _trained_alike(outcomes: Outcomes, axis: Axis) -> Points:
-    """What skips nothing and was trained as budget routing is: a second line of dense models."""
+    """Models that skip nothing and train with two passes per step, as budget routing: a second line of dense models."""
     places = [place for setting in outcomes.of("two_passes") if (place := _place(outcomes, setting, axis))]
     return Points(NAMES["two_passes"], sorted(places), look("dense").colour, "d", "dashed")
 

@@ -1,4 +1,4 @@
-"""The rule by which a published number is called reproduced, written once for the code and for the reader."""
+"""The rule that decides whether a published number is reproduced, stated once for the code and for the page."""
 
 from typing import Literal
 
@@ -8,21 +8,21 @@ Verdict = Literal["reproduced", "differs", "not supported", "not run", "other ma
 
 TOLERANCE, LOOSEST = 0.01, 0.1
 RULE = """\
-- **reproduced**: our mean lies within two standard deviations of our seeds, or within 1% of the published value,
-  whichever is more, but never more than 10% away: seeds that scatter are no excuse. With one seed there is no
-  deviation, and the 1% alone counts. A count must be equal.
-- **differs**: it does not.
-- **not supported**: the number is a saving, and our model that repeats it does not have it when it is executed. For
-  token-layer operations: executed at its own threshold (hard), its loss is more than 2% above its soft loss, or for
-  copy and sort its accuracy more than one point below. For a speed-up: the paper is faster than its dense baseline,
-  and ours is slower than ours in three of four passes or more. A speed-up of at least the published one, less 1%, is
-  reproduced.
-- **other machine**: milliseconds of another machine, shown but not judged.
-- **not run**: there is no row in `results/` yet."""
+- **reproduced**: our mean is within two standard deviations (over our seeds) or within 1% of the published value,
+  whichever is wider, but never more than 10% away, however much the seeds vary. With one seed only the 1% counts.
+  Counts must be equal.
+- **differs**: it is not.
+- **not supported**: the number is a saving, and our model does not have it once tokens are really skipped. For
+  token-layer operations (TLOps): with skipping at the model's own threshold, the loss is more than 2% higher than
+  without; for copy and sort, the accuracy is more than one point lower. For a speed-up: the paper is faster than its
+  dense baseline, but at least three quarters of our forward passes are slower than our dense baseline. A speed-up of
+  at least the published one, minus 1%, counts as reproduced.
+- **other machine**: milliseconds measured on another machine; shown, not judged.
+- **not run**: no row in `results/` yet."""
 
 
 def judge(published: float, ours: Stat | None, *, saving: bool = False, collapses: bool | None = None) -> Verdict:
-    """`saving` marks a number that only execution can give; `collapses` whether execution takes it back."""
+    """`saving`: the number is only real if tokens are skipped; `collapses`: skipping costs the quality."""
     if ours is None:
         return "not run"
     if saving and collapses and published > 0:

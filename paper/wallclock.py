@@ -1,7 +1,7 @@
-"""The paper's wall-clock protocol: an untrained model, tokens made active by decree, 30 warm-up and 200 timed passes.
+"""The TSA paper's wall-clock protocol: an untrained model, preset active tokens, 30 warm-up and 200 timed passes.
 
-The paper makes the first alpha * T positions of every sequence active and skips their feed-forward only; beside it
-stand random positions, which no attention row gets shorter by, and the whole block skipped. Float32, as written.
+In the paper the first alpha * T positions of every sequence are active, and the others skip only the feed-forward
+network. We also time random positions, which shorten no attention row, and skipping the whole block. Float32, eager.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Condition:
-    """One line of a table: what runs, on how many sequences at once."""
+    """One line of a table: what runs, at which batch size."""
 
     batch: int
     name: str = "sparse"
@@ -76,9 +76,9 @@ def measure(
     late: Callable[[], bool] = bool,
     show: bool = True,
 ) -> Iterator[Row]:
-    """Yield the rows that results/wallclock.json does not have of this device, each written as soon as it is known.
+    """Yield the rows that results/wallclock.json lacks for this device; each is written at once.
 
-    Every condition takes turns with the dense baseline. `late` is asked before each.
+    Every condition takes turns with the dense baseline. `late` is checked before each.
     """
     where, path = choose_device(device), results / "wallclock.json"
     facts = {"benchmark": "forward pass", "shape": protocol.shape, **environment(where)}
@@ -107,7 +107,7 @@ def _identity(row: Row) -> tuple:
 def _time(
     condition: Condition, protocol: Protocol, device: torch.device, progress: Progress
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds of every pass, of the dense model and of the condition."""
+    """Milliseconds per forward pass of the dense model and of the condition."""
     method = TSAConfig(skip="ffn" if condition.skip == "ffn" else "block")
     dense, model = (build(RunConfig(model=protocol.model, method=m)).to(device).eval() for m in (DenseConfig(), method))
     dice = torch.Generator().manual_seed(0)
@@ -121,7 +121,7 @@ def _time(
 
 
 def _decisions(condition: Condition, protocol: Protocol, dice: torch.Generator) -> Tensor:
-    """`[routed block, batch, time]`: as many active tokens in every sequence, the first ones or any."""
+    """`[routed block, batch, time]`: equally many active tokens per sequence, the first ones or random ones."""
     routed, time_steps = protocol.model.n_layer - 1, protocol.model.context
     places = torch.arange(time_steps).expand(routed, condition.batch, time_steps)
     if condition.positions == "random":

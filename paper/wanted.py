@@ -1,6 +1,4 @@
-"""docs/BUDGET.md: what budget routing was wanted to reach, beside what it does, from results/; a target that resists
-stays in the table: python -m paper.wanted
-"""
+"""docs/BUDGET.md: targets of budget routing, met or missed, from results/: python -m paper.wanted"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,21 +16,28 @@ from tokendepth.runs.files import write_bytes
 
 NOT_RUN = "not run (on the whole split)"
 SAME_COST = 0.03
-"""How much more than dense 6 layers counts as their FLOPs."""
+"""Up to this share more FLOPs than six dense layers count as the same FLOPs."""
 
-INTRODUCTION = """# Budget routing: what was wanted, what was reached
+INTRODUCTION = """# Budget routing: targets met and missed
 
-`--method.budget 0.4` names the share of tokens that each routed block works on. Below: executed (hard equals sparse) on
-the whole validation split, thresholds calibrated on training text, seed by seed against dense models of the same
-shape and learning rate; differences are means with their standard errors. `same FLOPs` is the straight line between
-dense models with fewer layers. A target that was missed stays in the table; the [log](LOG.md) has what was tried, with
-numbers. On Tiny-Shakespeare budget models are trained by two passes a step, twice the work of a dense step, and what
-they gain over dense models is that training's: models with fewer layers that skip nothing and are trained so are better
-still at the same FLOPs ([COMPARISON.md](COMPARISON.md)). On enwik8 they are trained by one pass. The share is judged
-over all rows of a file with a budget, random routing included; where their thresholds are older than today's
-calibration, it says so below the table. Made by `make readme` from [shakespeare.json](../results/shakespeare.json),
-[enwik8.json](../results/enwik8.json), [enwik8_faster.json](../results/enwik8_faster.json),
-[synthetic.json](../results/synthetic.json) and [depth.json](../results/depth.json).
+`--method.budget 0.4` sets the share of tokens that each routed block processes.
+
+{answer}
+
+Losses are those with real skipping (hard equals sparse) on the whole validation split, with thresholds calibrated on
+training text. They are compared seed by seed with dense models of the same shape and learning rate; differences are
+means with standard errors. "Same FLOPs" is the straight line between dense models with fewer layers. Missed targets
+stay in the table; [LOG.md](LOG.md) has what was tried, with numbers.
+
+On Tiny-Shakespeare budget models are trained with two forward passes per step, which is twice the work of a dense step,
+and their gain over dense models comes from that training: models with fewer layers that skip nothing and are trained
+the same way are better still at the same FLOPs ([COMPARISON.md](COMPARISON.md)). On enwik8 they are trained with one.
+
+The share of tokens is checked for all rows of a file that have a budget, including random routing. If thresholds come
+from an older calibration, a note below the table says so. `make readme` generates this page from
+[shakespeare.json](../results/shakespeare.json), [enwik8.json](../results/enwik8.json),
+[enwik8_faster.json](../results/enwik8_faster.json), [synthetic.json](../results/synthetic.json) and
+[depth.json](../results/depth.json).
 """
 
 FIGURES = """## Loss over executed FLOPs
@@ -49,7 +54,7 @@ enwik8 with a learning rate of 1e-3 for all models:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of one results file, those with a dial at every budget that tables show."""
+    """The runs of one results file; those with a dial appear at every budget of the tables."""
 
     found: list[Record]
 
@@ -77,7 +82,7 @@ class Runs:
         return self._seeds(fits)
 
     def shares(self) -> list[Shares]:
-        """Of every model with a budget, at every budget."""
+        """Those of every model with a budget, at every budget."""
         found = ((r, r.config.method) for r in self.found)
         return [
             Shares.of(method, method.budget, r.field("hard", "active_fraction_per_site"), r.env)
@@ -92,7 +97,7 @@ class Runs:
         return by_seed
 
     def dense_at(self, seed: int, flops: float) -> float | str:
-        """The loss of dense models of that cost, by one seed."""
+        """The loss of dense models with the same FLOPs and seed."""
         layers = {r.config.model.n_layer for r in self.found if _kind(r) == "dense"}
         mine = [seeds[seed] for n in layers if seed in (seeds := self.dense(n))]
         return interpolate(sorted((r.needed("flops_per_token"), _loss(r)) for r in mine), flops) if mine else OUTSIDE
@@ -114,14 +119,14 @@ class Reached:
 
 
 Judge = Callable[[Runs], Reached | None]
-"""None where it was not run."""
+"""None if it was not run."""
 
 
 @dataclass(frozen=True)
 class Target:
     words: str
     wanted: str
-    """Empty for a control: nothing is wanted of it."""
+    """Empty for a control, which has no target."""
     judge: Judge
 
 
@@ -135,9 +140,9 @@ class Section:
 def _against_dense(
     budget: float, *, layers: int = 6, routing: str = "learned", at_most: float | None = None, skipped: float = 0.0
 ) -> Judge:
-    """Against six dense layers, seed by seed; `at_most` None asks for no more than one standard error.
+    """Compared with six dense layers, seed by seed; `at_most` None allows one standard error.
 
-    `skipped` is how much of the work has to be; more layers must not cost more than the six.
+    `skipped` is the share of the work that must be skipped; more layers must not cost more than the six.
     """
 
     def judge(runs: Runs) -> Reached | None:
@@ -161,7 +166,7 @@ def _at_same_flops(budget: float, *, at_most: float = 0.0) -> Judge:
         beside = {s: runs.dense_at(s, r.needed("flops_per_token")) for s, r in mine.items()}
         seeds = sorted(s for s, loss in beside.items() if loss != OUTSIDE)
         if not seeds:
-            return Reached("no dense models beside it", False, len(mine)) if mine else None
+            return Reached("no dense models to compare with", False, len(mine)) if mine else None
         difference = Stat(tuple(_loss(mine[s]) / float(beside[s]) - 1 for s in seeds))
         return _reached(difference, [mine[s] for s in seeds], difference.mean <= at_most)
 
@@ -176,14 +181,14 @@ def _accuracy(task: str, budget: float, *, within: float, skipped: float) -> Jud
             return None
         lost = Stat(tuple(dense[s].needed("hard", "accuracy") - mine[s].needed("hard", "accuracy") for s in seeds))
         work = Stat(tuple(mine[s].needed("tlops_skipped") for s in seeds))
-        words = f"{work.mean:.1%} skipped, {100 * lost.mean:.2f} point lost"
+        words = f"{work.mean:.1%} skipped, {100 * lost.mean:.2f} points lost"
         return Reached(words, lost.mean <= within and work.mean >= skipped, len(seeds))
 
     return judge
 
 
 def _held(*, within: float) -> Judge:
-    """The share that was named, in every routed block of every row, on text that no threshold has seen."""
+    """The configured share in every routed block of every row, on text that calibration did not see."""
 
     def judge(runs: Runs) -> Reached | None:
         shares = runs.shares()
@@ -204,22 +209,22 @@ def _reached(difference: Stat, mine: list[Record], met: bool) -> Reached:
     return Reached(words, met, len(mine))
 
 
-ERROR, HELD = "at most one standard error", "off by 0.01 at the most"
-SHARE = "the share that was named, in every routed block"
+ERROR, HELD = "at most one standard error", "off by at most 0.01"
+SHARE = "the configured share, in every routed block"
 ENWIK8 = (
-    Target("0.82, at least 13.9% skipped, against dense 6 layers", ERROR, _against_dense(0.82, skipped=0.139)),
+    Target("0.82, at least 13.9% skipped, vs. dense, 6 layers", ERROR, _against_dense(0.82, skipped=0.139)),
     Target(
-        "0.4, half of the work skipped, against dense 6 layers",
+        "0.4, half of the work skipped, vs. dense, 6 layers",
         "at most +2.0%",
         _against_dense(0.4, at_most=0.02, skipped=0.495),
     ),
     Target(
-        "12 layers at 0.34, the FLOPs of dense 6 layers, against those",
+        "12 layers at 0.34 vs. dense, 6 layers, same FLOPs",
         "at least 1.5% better",
         _against_dense(0.34, layers=12, at_most=-0.015),
     ),
-    Target("0.4 against dense, same FLOPs", "", _at_same_flops(0.4)),
-    Target("the control: random routing at 0.4 against dense 6 layers", "", _against_dense(0.4, routing="random")),
+    Target("0.4 vs. dense, same FLOPs", "", _at_same_flops(0.4)),
+    Target("control: random routing at 0.4 vs. dense, 6 layers", "", _against_dense(0.4, routing="random")),
     Target(SHARE, HELD, _held(within=0.01)),
 )
 SECTIONS = (
@@ -227,19 +232,19 @@ SECTIONS = (
         "Tiny-Shakespeare",
         "shakespeare.json",
         (
-            Target("0.4 against dense 6 layers", "at most +0.5%", _against_dense(0.4, at_most=0.005)),
-            Target("0.4 against dense, same FLOPs", "at least 0.8% better", _at_same_flops(0.4, at_most=-0.008)),
-            Target("0.25 against dense 6 layers", "at most +0.7%", _against_dense(0.25, at_most=0.007)),
-            Target("0.7 against dense 6 layers", ERROR, _against_dense(0.7)),
-            Target("the dial at 1 against dense 6 layers", "at most +0.5%", _against_dense(1.0, at_most=0.005)),
-            Target("the control: random routing at 0.4", "", _against_dense(0.4, routing="random")),
+            Target("0.4 vs. dense, 6 layers", "at most +0.5%", _against_dense(0.4, at_most=0.005)),
+            Target("0.4 vs. dense, same FLOPs", "at least 0.8% better", _at_same_flops(0.4, at_most=-0.008)),
+            Target("0.25 vs. dense, 6 layers", "at most +0.7%", _against_dense(0.25, at_most=0.007)),
+            Target("0.7 vs. dense, 6 layers", ERROR, _against_dense(0.7)),
+            Target("the dial at 1 vs. dense, 6 layers", "at most +0.5%", _against_dense(1.0, at_most=0.005)),
+            Target("control: random routing at 0.4", "", _against_dense(0.4, routing="random")),
             Target(SHARE, HELD, _held(within=0.01)),
         ),
     ),
     Section("enwik8", "enwik8.json", ENWIK8),
-    Section("enwik8, all models with a learning rate of 1e-3", "enwik8_faster.json", ENWIK8),
+    Section("enwik8, learning rate 1e-3 for all models", "enwik8_faster.json", ENWIK8),
     Section(
-        "Copy and sort, accuracy within 0.2 point of dense",
+        "Copy and sort, accuracy within 0.2 points of dense",
         "synthetic.json",
         (
             Target("copy at 0.25", "at least 55% skipped", _accuracy("copy", 0.25, within=0.002, skipped=0.55)),
@@ -248,7 +253,7 @@ SECTIONS = (
         ),
     ),
     Section(
-        "enwik8 by bytes, the models of WHERE_DEPTH_PAYS.md",
+        "enwik8 bytes, the models of WHERE_DEPTH_PAYS.md",
         "depth.json",
         (Target(SHARE, HELD, _held(within=0.01)),),
     ),
@@ -256,20 +261,30 @@ SECTIONS = (
 
 
 def page(results: Path) -> str:
-    return "\n".join(
-        [INTRODUCTION, *(_table(section, Runs.read(results / section.file)) for section in SECTIONS), FIGURES]
-    )
+    found = [(section, Runs.read(results / section.file)) for section in SECTIONS]
+    head = INTRODUCTION.format(answer=_answer(found))
+    return "\n".join([head, *(_table(section, runs) for section, runs in found), FIGURES])
+
+
+def _answer(found: list[tuple[Section, Runs]]) -> str:
+    """How many targets are met."""
+    said = []
+    for section, runs in found:
+        judged = [reached for target in section.targets if target.wanted and (reached := target.judge(runs))]
+        if judged:
+            said.append(f"{section.title}: {sum(one.met for one in judged)} of {len(judged)}")
+    return wrapped(f"**Targets met.** {'; '.join(said) or NOT_RUN}.")
 
 
 def _table(section: Section, runs: Runs) -> str:
-    lines = [["", "wanted", "reached", "seeds", ""], ["---", "---", "---", "--:", "---"]]
+    lines = [["", "target", "result", "seeds", "met?"], ["---", "---", "---", "--:", "---"]]
     for target in section.targets:
         reached = target.judge(runs)
         cells = [target.words, target.wanted or "\u2014"]
         if reached is None:
             cells += [NOT_RUN, "0", ""]
         else:
-            verdict = "" if not target.wanted else "reached" if reached.met else "**missed**"
+            verdict = "" if not target.wanted else "met" if reached.met else "**missed**"
             cells += [reached.words, str(reached.seeds), verdict]
         lines.append(cells)
     note = older(runs.shares())

@@ -1,8 +1,8 @@
-"""Plain text of enwik8's first articles, for models that were trained on prose: markup taken out by a few rules.
+"""Plain text of enwik8's first articles, for models that were trained on prose: a few rules remove the markup.
 
     python -m paper wiki wiki.txt
 
-Not a parser of wiki markup: some of it stays. What matters is that everybody gets the same file.
+Not a wiki parser: some markup remains. What matters is that everybody gets the same file.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ from tokendepth.runs.files import write_bytes
 
 ARTICLE = re.compile(r'<text xml:space="preserve">(.*?)</text>', re.DOTALL)
 PREFIX, ENOUGH = 70_000_000, 36_000_000
-"""Bytes of enwik8 that are looked at, and bytes of text that are taken."""
+"""Bytes of enwik8 to read, and bytes of text to keep."""
 SHORTEST = 400
-"""Characters of an article: what is shorter is a stub."""
+"""Characters; a shorter article is a stub."""
 RULES = (
     (r"<!--.*?-->", "", re.DOTALL),
     (r"\{\|.*?\|\}", "", re.DOTALL),  # tables
-    *[(r"\{\{[^{}]*\}\}", "", 0)] * 3,  # templates, and templates in them
+    *[(r"\{\{[^{}]*\}\}", "", 0)] * 3,  # templates, also nested
     (r"<(math|ref|gallery|table)[^>]*>.*?</\1>", "", re.DOTALL | re.IGNORECASE),
     (r"<[^>]*>", "", 0),
     (r"\[\[(?:Image|File|Category|[a-z-]{2,12}):[^\[\]]*(?:\[\[[^\]]*\]\][^\[\]]*)*\]\]", "", 0),
-    (r"\[\[(?:[^|\]]*\|)?([^\]]*)\]\]", r"\1", 0),  # links: what is shown of them
+    (r"\[\[(?:[^|\]]*\|)?([^\]]*)\]\]", r"\1", 0),  # links: keep the shown text
     (r"\[https?://\S+ ?([^\]]*)\]", r"\1", 0),
     (r"'{2,}", "", 0),
     (r"^=+\s*(.*?)\s*=+\s*$", r"\1", re.MULTILINE),
@@ -44,14 +44,14 @@ def plain(markup: str) -> str:
 
 
 def articles(dump: str) -> Iterator[str]:
-    """Their plain text, without redirections and stubs."""
+    """The plain text of the articles, without redirects and stubs."""
     for found in ARTICLE.finditer(dump):
         if not found[1].lower().startswith("#redirect") and len(text := plain(found[1])) >= SHORTEST:
             yield text
 
 
 def wiki_text(dump: str, enough: int = ENOUGH) -> str:
-    """Articles until there are `enough` bytes, with an empty line between them."""
+    """Articles, separated by empty lines, until there are `enough` bytes."""
     kept, size = [], 0
     for text in articles(dump):
         kept.append(text)
@@ -62,7 +62,7 @@ def wiki_text(dump: str, enough: int = ENOUGH) -> str:
 
 
 def write(path: Path) -> str:
-    """The file at `path`; returns its SHA-256."""
+    """Write the file and return its SHA-256."""
     pieces = fetch(PUBLISHED["enwik8"]).pieces()
     dump = bytearray()
     while len(dump) < PREFIX:

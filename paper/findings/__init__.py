@@ -1,6 +1,6 @@
-"""What the numbers say about the paper's claims, one paragraph each, decided by rule and written from results/.
+"""What the numbers say about the TSA paper's claims: one paragraph each, decided by rule from results/.
 
-A finding that lacks its numbers says `not run` for each of them and for its verdict; none is ever assumed.
+A finding without its numbers shows `not run` for them and for its verdict; none is ever assumed.
 """
 
 from collections.abc import Callable

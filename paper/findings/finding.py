@@ -1,4 +1,4 @@
-"""What a finding is, and how the numbers in one are put."""
+"""A finding, and how its numbers are written."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,13 @@ class Finding:
     title: str
     verdict: str
     text: str
+    table: str = ""
+    """Shown below the text."""
 
 
 def holds(*answers: bool | None) -> str:
-    """The verdict on a claim from what was found soft, then hard."""
-    names = ("soft", "executed")
+    """The verdict on a claim, soft and with skipping."""
+    names = ("soft", "with skipping")
     said = [
         f"{name}: {NOT_RUN if answer is None else 'holds' if answer else 'does not hold'}"
         for name, answer in zip(names, answers, strict=True)
@@ -28,12 +30,12 @@ def relative(new: Stat | None, old: Stat | None) -> str:
 
 
 def apart(e: Evidence, table: str, other: str = "baseline") -> float:
-    """By how much TSA's published loss is above another of its table."""
+    """TSA's published loss minus that of another row of the table."""
     return e.published(table, "TSA")["loss"] - e.published(table, other)["loss"]
 
 
 def steps(found: list[int | None]) -> str:
-    """One step a seed, or one for all that agree."""
+    """One step per seed, or a single one if all agree."""
     if not found:
         return NOT_RUN
     said = ["never" if step is None else f"{step:,}" for step in found]
