@@ -1,12 +1,12 @@
-# Each target installs what it needs into .venv; a second call is quick. PYTHON=... chooses another interpreter.
+# Each target installs what it needs into .venv; a second call is fast. PYTHON=... selects another interpreter.
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# Without --no-compile pip would compile 17,000 files, of which Python imports some thousand and compiles those itself.
+# Without --no-compile pip compiles 17,000 files. Python imports about a thousand of them and compiles those itself.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
-# Where the environment keeps Python from writing compiled files, each of a thousand processes would compile PyTorch anew.
+# If the environment disables bytecode files, each of a thousand processes would compile PyTorch again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
@@ -16,17 +16,17 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo    train a small model, evaluate it and write a report"
 	@echo "make test    run the quick tests                  (ARGS='-k trace' picks some)"
-	@echo "make test-all  and those that take longer"
+	@echo "make test-all  also the slow tests"
 	@echo "make lint    ruff, ruff format and pyright"
-	@echo "make bench   run the tests, then the benchmarks   (ARGS='--out results' makes the committed rows anew)"
+	@echo "make bench   run the tests, then the benchmarks   (ARGS='--out results' updates the committed rows)"
 	@echo "make paper   reproduce the paper and compare every method (ARGS=--quick: in miniature)"
-	@echo "make readme  make the README's tables and the pages in docs/ anew from results/"
+	@echo "make readme  regenerate the README's tables and the pages in docs/ from results/"
 	@echo "make clean   remove .venv, build output and caches; runs/ stays"
 
 demo: $(VENV)/.installed-demo
 	@$(BIN)/tokendepth demo $(ARGS)
 
-# Tests wait for other processes now and then, so three workers keep two cores busy.
+# Tests sometimes wait for other processes, so three workers keep two cores busy.
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" $(ARGS)
 
@@ -38,7 +38,7 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
-# A benchmark of code that fails its tests says nothing, so the tests come first.
+# Benchmarks of code that fails its tests are worthless, so the tests come first.
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n 3 --dist loadgroup
 	@$(BIN)/python -m benchmarks timings $(ARGS)
@@ -46,7 +46,7 @@ bench: $(VENV)/.installed-dev
 readme: $(VENV)/.installed-dev
 	@$(BIN)/python -m paper pages
 
-# Every table of the paper and of the comparison that has no row yet; hours without a GPU. `make paper ARGS=--quick` is a miniature.
+# Runs what has no rows yet in the paper's tables and the comparison: hours without a GPU. ARGS=--quick: in miniature.
 paper: $(VENV)/.installed-dev
 	@$(BIN)/python -m paper reproduce all $(ARGS)
 	@$(BIN)/python -m paper compare $(ARGS)
@@ -60,7 +60,7 @@ $(VENV)/.installed-demo: $(INPUTS) | $(BIN)/python
 	@$(PIP) -e '.[report]'
 	@touch $@
 
-# The development install holds all that the demo needs.
+# The development install contains everything that the demo needs.
 $(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python
 	@echo "Installing tokendepth and its test tools into $(VENV) (only now and when versions change; some minutes)"
 	@$(PIP) -e '.[dev]'

@@ -16,7 +16,7 @@ def wait_until(true: Callable[[], object]) -> None:
 
 
 def is_alive(process: int) -> bool:
-    """By its number; one that has ended and was not waited for is not."""
+    """Whether the process with this id runs; a zombie does not."""
     try:
         return ") Z " not in Path(f"/proc/{process}/stat").read_text()
     except FileNotFoundError:

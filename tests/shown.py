@@ -1,4 +1,4 @@
-"""What a log is told of how far a command is."""
+"""The progress of a command in its log."""
 
 import io
 import re

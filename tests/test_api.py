@@ -4,25 +4,26 @@ import ast
 import doctest
 import importlib
 import inspect
+import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import tokendepth as td
+from paper.api_page import ORDER
 from tests.hf.models import write_llama
 from tests.tiny import TEXT
-
-FIRST = ["recipe", "train"]  # the others use the run that these make
-NAMES = FIRST + [name for name in td.__all__ if name not in FIRST]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("api")
-    (folder / "corpus.txt").write_text(TEXT * 4 + "def depth(token): one text, another\n", encoding="utf-8")
+    (folder / "corpus.txt").write_text(TEXT * 4 + "def depth(token): hello world\n", encoding="utf-8")
     write_llama(folder / "models" / "llama")
     return folder
 
@@ -71,8 +72,9 @@ def test_what_a_type_checker_sees_is_what_there_is():
 
 def test_the_examples_work_one_after_the_other(folder, monkeypatch):
     monkeypatch.chdir(folder)
+    assert sorted(ORDER) == sorted(td.__all__)
     runner, finder = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS), doctest.DocTestFinder(recurse=False)
-    for name in NAMES:
+    for name in ORDER:  # the examples of `recipe` and `train` make the run that the others use
         (example,) = finder.find(getattr(td, name), name, module=False, globs={"td": td})
         assert example.examples, f"{name} has no example"
         assert runner.run(example, clear_globs=False).failed == 0, name
@@ -118,6 +120,25 @@ def test_a_generation_can_be_read_twice_and_streams(run):
     assert generation.text == "".join(generation) == td.generate(run, "to be", tokens=4, seed=1, device="cpu").text
 
 
+def keys_of(function: Callable) -> set[str]:
+    """What the table in a docstring lists."""
+    rows = re.findall(r"^ *\| (`.*?) \|", function.__doc__ or "", re.MULTILINE)
+    return {key for row in rows for key in re.findall(r"`(\w+)`", row)}
+
+
+def test_the_keys_of_results_are_listed(run, folder):
+    result = td.evaluate(run, timing=False, device="cpu", tokens=40)
+    elsewhere = {"untouched", "block_flops", "flops_per_token_full_rows"}  # of retrofits, of methods that pack
+    assert keys_of(td.evaluate) == set(result) | elsewhere
+    item = {"context": "green ", "choices": ["bottles", "walls"], "answer": 0}
+    (folder / "one.jsonl").write_text(json.dumps(item), encoding="utf-8")
+    score = td.score(run, folder / "one.jsonl", device="cpu")
+    assert set(score) == {"method", "execution", "budget", "env", "tasks"}
+    assert keys_of(td.score) == set(score["tasks"]["one"])
+    study = td.analysis.analyse([run], corpus=f"text:{folder / 'corpus.txt'}", device="cpu")
+    assert keys_of(td.analysis.analyse) == set(study) | set(study["runs"][0])
+
+
 def test_evaluating_part_of_a_split_keeps_nothing(run):
     before = run.evaluation
     assert td.evaluate(run, tokens=40, timing=False, device="cpu")["tokens"] < 200
@@ -131,8 +152,8 @@ def test_evaluating_part_of_a_split_keeps_nothing(run):
         (lambda model, run: model([]), "a text is empty"),
         (lambda model, run: model(["to", ""]), "a text is empty"),
         (lambda model, run: model(torch.zeros(1, 0, dtype=torch.long)), "a text is empty"),
-        (lambda model, run: model([1, 10_000]), "an id is 10000; expected 0 to"),
-        (lambda model, run: model(torch.tensor([-3])), "an id is -3; expected 0 to"),
+        (lambda model, run: model([1, 10_000]), "token id 10000 is out of range; expected 0 to"),
+        (lambda model, run: model(torch.tensor([-3])), "token id -3 is out of range; expected 0 to"),
         (lambda model, run: model(["a", 1]), "texts and ids are mixed"),
         (lambda model, run: model("a" * 33), "do not fit this model's context of 32"),
         (lambda model, run: model("a", execution="fast"), "execution is 'fast'; expected one of soft, hard, sparse"),

@@ -1,7 +1,7 @@
-"""The rules of the tree, read from the source: who imports whom, what stays confined, and what is documented.
+"""The rules of the tree, checked in the source: imports, confined dependencies, and documentation.
 
-Each rule is a function from text to a list of problems; beside the test that runs it over the repository stands one
-that shows it an offender, so that no rule can pass by looking at nothing.
+Each rule is a function from text to a list of problems; besides the test that runs it on the repository,
+another gives it an offender, so that no rule can pass by checking nothing.
 """
 
 import ast
@@ -65,7 +65,7 @@ CONFINED = {  # third-party package -> the only files in tokendepth/ that may im
     "ray": r"training/ray_driver\.py",
 }
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-TORCH_PICKLES = {  # functions, and modules of which every function is suspect
+TORCH_PICKLES = {  # functions, and modules whose functions are all suspect
     "torch.load",
     "torch.save",
     "torch.serialization.load",
@@ -175,7 +175,7 @@ def torch_problems(path: str, source: str) -> list[str]:
 
 
 def without_torch(modules: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Import `modules` where torch is not to be had."""
+    """Import `modules` without torch."""
     code = "import importlib, sys; sys.modules['torch'] = None; [importlib.import_module(m) for m in sys.argv[1:]]"
     return subprocess.run([sys.executable, "-c", code, *modules], cwd=folder, capture_output=True, text=True)
 
@@ -202,7 +202,7 @@ def method_problems(path: str, source: str) -> list[str]:
 
 
 def hf_problems(path: str, source: str) -> list[str]:
-    """Who does not use transformers need not have it: nobody imports hf/ before a command or a function needs it."""
+    """transformers is needed only by those who use it: hf/ is imported only inside commands and functions."""
     if unit_of(path) == "hf":
         return []
     names = imports(path, source, module_level=True)

@@ -1,7 +1,7 @@
-"""The KV cache: sequences of any lengths side by side, however they are padded, in slots that are freed and reused.
+"""The KV cache: sequences of different lengths together, with any padding, in slots that are freed and reused.
 
-What is compared was computed in the same float32 sums over other shapes, so 1e-5 of the largest logit is rounding; a
-key that is missed, shifted or seen too much moves logits by some percent (`test_the_tolerance_tells...`).
+Both sides compute the same float32 sums with different shapes, so 1e-5 of the largest logit is rounding. A key that is
+missing, shifted or seen wrongly changes logits by some percent (`test_the_tolerance_tells...`).
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ METHODS = {
     "dense": DenseConfig(),
     "tsa": TSAConfig(),
     "mod": MoDConfig(every=1, capacity=0.5),
-    "switch": SwitchConfig(capacity_factor=0.75),  # where some find no room
+    "switch": SwitchConfig(capacity_factor=0.75),  # some tokens overflow
 }
 
 each_shape = pytest.mark.parametrize("shape", SHAPES)
@@ -53,7 +53,7 @@ each_side = pytest.mark.parametrize("side", ["left", "right", "middle"])
 
 @cache
 def lively(method: str, shape: str, context: int = TIME) -> LanguageModel:
-    """Untrained, but every matrix matters and every routed site takes some tokens and not others. Leave it as it is."""
+    """Untrained, but every matrix matters and every routed site takes some tokens and skips others. Do not modify."""
     for seed in range(20):
         config = RunConfig(
             model=replace(SHAPES[shape], context=context), method=METHODS[method], train=TrainConfig(seed=seed)
@@ -76,7 +76,7 @@ def enlivened(model: LanguageModel) -> LanguageModel:
         full(model, tokens(16, model.config.context), "hard")
         hook.remove()
         median = logits[0].median()
-        # Midway to the next one, so that no token stands on the threshold itself.
+        # Midway to the next one, so that no token is exactly at the threshold.
         router.logit.bias -= (median + logits[0][logits[0] > median + 1e-3].min()) / 2
     return model
 
@@ -96,13 +96,13 @@ def full(model: LanguageModel, ids: Tensor, execution: str = "hard", **options) 
 
 
 def padded(rows: Sequence[Sequence[int]], width: int, side: str) -> tuple[Tensor, Tensor]:
-    """`[batch, width]` with the rows at the right end (padding left), at the left end, or apart; and where they are."""
+    """`[batch, width]` with rows right-aligned (padding left), left-aligned or split, and the mask of real columns."""
     ids, valid = torch.full((len(rows), width), 7), torch.zeros(len(rows), width, dtype=torch.bool)
     for b, row in enumerate(rows):
         columns = list(range(width))
         if side == "left":
             columns = columns[width - len(row) :]
-        elif side == "middle":  # one more at the left end than at the right one, padding between
+        elif side == "middle":  # split in halves, the left one longer, with padding in between
             columns = [*columns[: (len(row) + 1) // 2], *columns[width - len(row) // 2 :]] if row else []
         for column, token in zip(columns, row, strict=False):
             ids[b, column], valid[b, column] = token, True
@@ -110,7 +110,7 @@ def padded(rows: Sequence[Sequence[int]], width: int, side: str) -> tuple[Tensor
 
 
 class Ragged:
-    """Sequences that grow in a cache by chunks of different lengths, and what they came to."""
+    """Sequences that grow in a cache by chunks of different lengths, and their results."""
 
     def __init__(self, model: LanguageModel, kept: KVCache, batch: int, execution: str = "hard") -> None:
         self.model, self.kept, self.execution = model, kept, execution
@@ -129,7 +129,7 @@ class Ragged:
         return out
 
     def check(self) -> None:
-        """Every sequence is what it is alone, read at once."""
+        """Every sequence gives the same result as alone and in one piece."""
         for ids, logits, work in zip(self.ids, self.logits, self.work, strict=True):
             if ids:
                 alone = full(self.model, torch.tensor([ids]), self.execution)
@@ -160,7 +160,7 @@ def test_the_tolerance_tells_an_error_from_rounding(method, shape):
 @each_execution
 @each_side
 def test_sequences_grow_each_at_its_own_pace(method, shape, execution, side):
-    """Also by nothing at all, also to the end of the context while others have just begun."""
+    """Including empty chunks, and up to the end of the context while others have just begun."""
     model, rows = lively(method, shape), tokens(3, seed=1).tolist()
     ragged = Ragged(model, new_cache(model, 3), 3, execution)
     ragged.feed([rows[0][:5], rows[1][:4], rows[2][:1]], 7, side)
@@ -179,7 +179,7 @@ def test_sequences_grow_each_at_its_own_pace(method, shape, execution, side):
 @each_execution
 @each_side
 def test_padding_takes_no_room_in_context_and_cache(method, shape, execution, side):
-    """Five and four real tokens in seven columns, at a context and a capacity of five; the full one goes on idle."""
+    """Five and four real tokens in seven columns, with context and capacity five; the full sequence then idles."""
     model, rows = lively(method, shape, context=5), tokens(2, 5, seed=2).tolist()
     ragged = Ragged(model, new_cache(model, 2), 2, execution)
     ragged.feed([rows[0], rows[1][:4]], 7, side)
@@ -222,7 +222,7 @@ def test_after_a_ragged_prompt_tokens_come_one_by_one_without_a_mask(method, sha
 
 @each_shape
 def test_who_leaves_a_key_is_known_per_layer(shape):
-    """Mixture-of-Depths: who was selected. TSA: everybody."""
+    """Mixture-of-Depths: the selected tokens. TSA: all tokens."""
     for method, all_of_them in (("mod", False), ("tsa", True)):
         model, rows = lively(method, shape), tokens(2, seed=1).tolist()
         ragged = Ragged(model, new_cache(model, 2), 2)
@@ -297,7 +297,7 @@ def test_a_view_of_a_view_names_slots_of_the_whole():
 
 
 def test_a_view_attends_over_its_own_columns_alone():
-    """A long neighbour costs a short sequence nothing."""
+    """A long neighbour does not make a short sequence slower."""
     model = lively("dense", "classic")
     kept = new_cache(model, 2)
     full(model, tokens(1), cache=kept.of([1]))
@@ -314,7 +314,7 @@ def test_a_view_attends_over_its_own_columns_alone():
 @each_shape
 @each_execution
 def test_a_reused_slot_is_as_a_fresh_one(method, shape, execution):
-    """To the bit, and the neighbour does not notice."""
+    """Bit for bit, and the neighbour is not affected."""
     model, rows = lively(method, shape), tokens(3, seed=5)
     kept, fresh = new_cache(model, 2), new_cache(model, 2)
     full(model, rows[:2, :8], execution, cache=kept)
@@ -339,7 +339,7 @@ def test_a_reused_slot_is_as_a_fresh_one(method, shape, execution):
 
 
 def test_what_a_method_remembers_is_forgotten_with_its_slot():
-    """Switch counts the tokens of each expert; without that a new sequence would find its experts full."""
+    """Switch counts tokens per expert; if counts were kept, a new sequence would find its experts full."""
     model = lively("switch", "classic")
     kept = new_cache(model, 2)
     full(model, tokens(2), cache=kept)
@@ -379,13 +379,13 @@ def test_a_slot_that_was_cropped_is_forgotten_as_far_as_it_ever_reached():
 
 @pytest.mark.parametrize("fixed", [True, False])
 def test_a_sequence_that_went_wrong_is_forgotten_too(fixed):
-    """What it left is masked, but a weight of 0 times what is not a number is not one either."""
+    """Its keys and values are masked, but weight 0 times NaN is NaN."""
     model = lively("dense", "classic")
     kept, fresh = (new_cache(model, 2, fixed=fixed) for _ in range(2))
     full(model, tokens(2, 8), cache=kept)
     full(model, tokens(2, 8), cache=fresh)
     for buffer in (kept.keys, kept.values):
-        buffer[:, 0, :, [*range(8), -1]] = torch.nan  # where it wrote, and where padding does
+        buffer[:, 0, :, [*range(8), -1]] = torch.nan  # its columns, and the one for padding
     kept.free([0])
     fresh.free([0])
     for part in (kept.keys, kept.values, kept.valid):
@@ -426,7 +426,7 @@ def test_fixed_and_ragged(method, shape, side):
 
 
 class Questions(TorchDispatchMode):
-    """How often a number on the device is asked for by the host."""
+    """Counts how often the host reads a value from the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -440,7 +440,7 @@ class Questions(TorchDispatchMode):
 @pytest.mark.parametrize("fixed", [True, False])
 @each_shape
 def test_only_a_fixed_cache_asks_nothing_of_the_device(shape, fixed):
-    """Else a step with a mask is never one graph."""
+    """Otherwise a step with a mask could not be a single graph."""
     model, valid = lively("tsa", shape), torch.tensor([[True], [False]])
     kept = new_cache(model, 2, fixed=fixed)
     with Questions() as questions:
@@ -495,7 +495,7 @@ def test_a_fixed_cache_that_was_fed_with_a_mask_still_refuses_what_does_not_fit(
 
 
 def test_a_batch_of_another_size_than_the_cache_is_an_error():
-    """One sequence for three slots would be three of the same."""
+    """One sequence for three slots would be broadcast to all of them."""
     model = lively("dense", "classic")
     with pytest.raises((UserError, AssertionError)):
         full(model, tokens(1, 2), cache=new_cache(model, 3))
@@ -512,7 +512,7 @@ each_of_every = pytest.mark.parametrize("method", EVERY)
 
 @cache
 def any_method(method: str, shape: str) -> LanguageModel:
-    """Untrained, of four layers; every matrix matters."""
+    """Untrained, with four layers; every matrix matters."""
     config = RunConfig(model=replace(SHAPES[shape], n_layer=4), method=EVERY[method])
     model = build(config).eval()
     with torch.no_grad():
@@ -525,7 +525,7 @@ def any_method(method: str, shape: str) -> LanguageModel:
 @each_shape
 @each_execution
 def test_after_a_crop_it_is_as_if_the_tokens_had_never_been_read(method, shape, execution):
-    """Also of sequences of other lengths, in the middle of a chunk, across chunks, and back to the beginning."""
+    """Also with sequences of different lengths, within a chunk, across chunks, and back to the beginning."""
     model, rows, other = any_method(method, shape), tokens(2, seed=8).tolist(), tokens(2, seed=9).tolist()
     kept = new_cache(model, 2, croppable=True)
 
@@ -535,9 +535,9 @@ def test_after_a_crop_it_is_as_if_the_tokens_had_never_been_read(method, shape, 
 
     feed(rows[0][:5], rows[1][:2], 5)
     feed(other[0][:4], other[1][:4], 4)
-    kept.crop(3)  # the first of the four stays
+    kept.crop(3)  # the first of the four remains
     feed(other[0][4:6], other[1][4:6], 2)
-    kept.crop(torch.tensor([3, 2]))  # of the first sequence also that one
+    kept.crop(torch.tensor([3, 2]))  # from the first sequence that one, too
     assert kept.lengths.tolist() == [5, 3]
     assert kept.longest == 5
     now = [rows[0][:5], [*rows[1][:2], other[1][0]]]
@@ -554,7 +554,7 @@ def test_after_a_crop_it_is_as_if_the_tokens_had_never_been_read(method, shape, 
 @pytest.mark.parametrize("method", ["switch", "span", "tsa"])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_rewind_is_a_crop_to_named_lengths(method, fixed):
-    """Of some slots, while the others stay as they are, and without asking the device how long any is."""
+    """For some slots, while the others stay unchanged, and without host synchronisation."""
     model, rows = any_method(method, "classic"), tokens(3, seed=8)
     kept, other = (new_cache(model, 3, croppable=True, fixed=fixed) for _ in range(2))
     for each in (kept, other):
@@ -599,7 +599,7 @@ def test_selected_slots_go_on_as_copies(method, execution):
 @each_of_every
 @each_execution
 def test_a_cache_grows(method, execution):
-    """Also one that padding was written to, whose place becomes a token's."""
+    """Also if padding was written to the column that a token gets afterwards."""
     model, rows = any_method(method, "classic"), tokens(2, seed=12).tolist()
     kept = new_cache(model, 2, 4, croppable=True)
     ids, valid = padded([rows[0][:4], rows[1][:2]], 5, "left")

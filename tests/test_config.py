@@ -328,9 +328,9 @@ REFUSED_KNOBS = [
     (SpanConfig, "budget", 1.1),
     (SpanConfig, "ratio_loss", -0.1),
     (SpanConfig, "anneal", 1.1),
-    (SpanConfig, "gain", "kl"),  # of a decider that has none
-    (SpanConfig, "draft", 1.0),  # beside updates that are carried on
-    (BudgetConfig, "anneal", 0.5),  # beside the dial
+    (SpanConfig, "gain", "kl"),  # the decider does not use a gain
+    (SpanConfig, "draft", 1.0),  # with carried updates
+    (BudgetConfig, "anneal", 0.5),  # with the dial
     (BudgetConfig, "shares", "0.5,0.4"),
 ]
 
@@ -382,7 +382,7 @@ def test_recursions_must_fit_between_the_first_and_the_last_layer(n_layer):
 def test_a_span_must_fit_the_layers():
     method = SpanConfig(begin=2, length=8)
     message = refused(RunConfig, model=ModelConfig(n_layer=9), method=method)
-    assert message.startswith("model.n_layer is 9; expected at least 10, since the span is of blocks 2 to 9")
+    assert message.startswith("model.n_layer is 9; expected at least 10, since the span has blocks 2 to 9")
     assert message.endswith("set it with --model.n-layer")
     assert RunConfig(model=ModelConfig(n_layer=10), method=method).method == method
 
@@ -401,11 +401,11 @@ def test_a_span_whose_knobs_contradict_each_other_is_refused():
     assert message.startswith("method.learn is 'straight'; expected weight, since smoothed updates are weighted")
 
     message = refused(SpanConfig, width=64, keys="all")
-    assert message.startswith("method.keys is 'all'; expected active, since the span has a width of its own")
+    assert message.startswith("method.keys is 'all'; expected active, since the span has its own width")
     message = refused(SpanConfig, width=64, decide="dice", carry="none", bypass=True, budget=0.0)
     assert message.startswith("method.width is 64; expected None, since no token takes the span")
     message = refused(RunConfig, method=SpanConfig(width=64), retrofit=RetrofitConfig("runs/base", "0" * 64))
-    assert message.startswith("method.width is 64; expected None, since a retrofit begins with the base's blocks")
+    assert message.startswith("method.width is 64; expected None, since a retrofit starts from the base's blocks")
 
 
 def test_shares_of_blocks_are_numbers_one_for_each_routed_block():

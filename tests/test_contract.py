@@ -1,11 +1,11 @@
-"""The contract: what every method promises. A new entry of METHODS is under test here without a line of its own.
+"""The contract: the guarantees of every method. New entries in METHODS are tested here automatically.
 
-Every method is tried on two kinds of block: the classic one (LayerNorm, learned positions, GELU, a head of keys for
-every head of queries) and a modern one (RMSNorm, rotary positions, SwiGLU, grouped heads, biases, query-key norm).
+Every method is tested with two kinds of block: the classic one (LayerNorm, learned positions, GELU, multi-head
+attention) and a modern one (RMSNorm, rotary positions, SwiGLU, grouped heads, biases, query-key norm).
 
-Tolerance: float32 rounds at 6e-8; a few dozen operations that sum over at most 64 terms let that grow to about 1e-6 of
-the largest logit. 1e-5 of it is therefore rounding, and a token that was missed, shifted or seen too early is not: it
-moves logits by some percent here, where every matrix has weight (`test_the_tolerance_tells_an_error_from_rounding`).
+Tolerance: float32 rounds at 6e-8; over a few dozen operations with sums of at most 64 terms, that grows to about 1e-6
+of the largest logit. So 1e-5 of it is rounding. A token that is missed, shifted or seen too early is not: it changes
+logits by some percent here, since every matrix matters (`test_the_tolerance_tells_an_error_from_rounding`).
 """
 
 import copy
@@ -64,7 +64,7 @@ VOCABULARY = 11
 SPELLINGS = [b" " if token % 2 else b"a" for token in range(VOCABULARY)]
 MODEL = ModelConfig(
     d_model=32, n_layer=3, n_head=4, d_ff=64, context=TIME, dropout=0.1, vocab_size=VOCABULARY
-)  # d_ff is not 4 d, so that no cost formula can hide behind that
+)  # d_ff is not 4 d, so that no cost formula can rely on that
 
 MODERN = ModelConfig(
     d_model=32, n_layer=3, n_head=4, d_ff=48, context=TIME, dropout=0.1, vocab_size=VOCABULARY,
@@ -77,10 +77,10 @@ CASES["tsa-ffn"] = TSAConfig(skip="ffn")
 CASES["budget-plain"] = BudgetConfig(dial=False, distill=0)
 CASES["budget-random"] = BudgetConfig(routing="random")
 CASES["mod-router"] = MoDConfig(decides="router", every=1, capacity=0.5)
-CASES["early_exit"] = EarlyExitConfig(threshold=0.4)  # untrained, no token is as sure as 0.9
+CASES["early_exit"] = EarlyExitConfig(threshold=0.4)  # untrained, no token reaches 0.9
 CASES["early_exit-learned"] = EarlyExitConfig("learned")
-CASES["switch"] = SwitchConfig(capacity_factor=0.75)  # where some find no room
-CASES["act"] = ACTConfig(epsilon=0.2)  # at 0.01 hardly anyone halts at the first step
+CASES["switch"] = SwitchConfig(capacity_factor=0.75)  # some tokens overflow
+CASES["act"] = ACTConfig(epsilon=0.2)  # at 0.01 hardly any token halts at the first step
 CASES["mor-token"] = MoRConfig(routing="token")
 CASES["mor-shared"] = MoRConfig(recursions=3, kv="shared")
 CASES["mor-token-shared"] = MoRConfig(recursions=3, routing="token", kv="shared")
@@ -90,7 +90,7 @@ CASES["span-gain"] = SpanConfig(decide="gain", keys="all", carry="none")
 CASES["span-entropy"] = SpanConfig(decide="entropy", budget=0.4)
 CASES["span-dice"] = SpanConfig(decide="dice", budget=0.5, keys="all", carry="none")
 CASES["span-width"] = SpanConfig(width=48)
-# Every method, and the ways to run a block that its default does not take: given rows, given keys.
+# Every method, and the ways to run a block that the defaults do not use: given rows, given keys.
 CLASSIC = list(CASES)
 ON_MODERN = [*METHODS, "budget-plain", "budget-random", "mor-token-shared"]
 CASES |= {f"{name} modern": CASES[name] for name in ON_MODERN if name in CASES}
@@ -104,9 +104,9 @@ CASES["budget-straight modern"] = BudgetConfig(dial=False, distill=0, learn="str
 CASES["span-rule modern"] = SpanConfig(decide="rule", budget=0.5)
 DEPTH = {"mor": 4, "mor-token": 6, "mor-shared": 5, "mor-token-shared": 5}
 DEPTH |= {case.removesuffix(" modern"): 4 for case in CASES if case.startswith("span")}
-"""Where three layers do not do."""
+"""Cases for which three layers are too few."""
 SPREAD = {"act": 2.0}
-"""How far router logits lie apart; a token that halts at the first step has to be surer than one that skips a block."""
+"""The spread of router logits. To halt at the first step, a token needs a larger logit than to skip a block."""
 ACTIVE = ("none", "one", "some", "all")
 
 each_case = pytest.mark.parametrize("case", CASES)
@@ -119,17 +119,17 @@ each_run = pytest.mark.parametrize(
         if execution != "soft" or METHODS[method_name(config)].has_soft
     ],
 )
-# What takes most of a second a case is tried on the modern block by `make test-all`.
+# Tests that take most of a second per case are run with the Llama-style block only by `make test-all`.
 each_case_slowly = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case.endswith(" modern") else case for case in CASES]
 )
-# What does not depend on the kind of block, on one of them.
+# Tests that do not depend on the kind of block are run with one of them.
 ONLY_MODERN = [case for case in CASES if case.removesuffix(" modern") not in CASES]
 each_way_to_decide = pytest.mark.parametrize(
     "case", [*CLASSIC, *(pytest.param(case, marks=pytest.mark.slow) for case in ONLY_MODERN)]
 )
-# What takes longer still is tried on the classic block, but for cases whose parts are all in others, and on the modern
-# one for every way to run it: rows by a mask, given rows, given keys, rows packed into a shorter sequence.
+# Even slower tests are run with the classic block, except for cases covered by others, and with the Llama-style block
+# for every way to run it: rows by a mask, given rows, given keys, rows packed into a shorter sequence.
 IN_OTHERS = ("budget-random", "mor-token", "mor-shared", "span-dice")
 AT_LENGTH = [case for case in CLASSIC if case not in IN_OTHERS]
 EVERY_WAY = [f"{name} modern" for name in ("tsa", "budget-plain", "mor-token-shared", "span")]
@@ -137,7 +137,7 @@ each_case_at_length = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) for case in (*AT_LENGTH, *EVERY_WAY)]
 )
 each_active = pytest.mark.parametrize("active", ACTIVE)
-# Only sparse execution costs more where more tokens are active.
+# Only in sparse execution does the cost depend on the number of active tokens.
 each_cost = pytest.mark.parametrize(
     ("case", "execution", "active"),
     [
@@ -151,7 +151,7 @@ each_cost = pytest.mark.parametrize(
 
 
 def model_of(case: str) -> ModelConfig:
-    """The least depth at which a method has something to share or to skip."""
+    """The smallest depth at which a method can share or skip something."""
     model = MODERN if case.endswith(" modern") else MODEL
     return replace(model, n_layer=DEPTH.get(case.removesuffix(" modern"), model.n_layer))
 
@@ -162,7 +162,7 @@ def run_config(case: str, seed: int = 0) -> RunConfig:
 
 @cache
 def lively(case: str) -> LanguageModel:
-    """Untrained, but every matrix matters, and every site works on about half of the tokens. Shared: leave it."""
+    """Untrained, but every matrix matters, and every site processes about half of the tokens. Shared: do not modify."""
     models = (
         enlivened(
             build(run_config(case, seed), SPELLINGS).eval(), tokens(64), SPREAD.get(case.removesuffix(" modern"), 1.0)
@@ -173,7 +173,7 @@ def lively(case: str) -> LanguageModel:
 
 
 def fractions(model: LanguageModel) -> list[float]:
-    """The share of tokens worked on at each routed site."""
+    """The share of tokens processed at each routed site."""
     return full(model, tokens(64), "hard").trace.work[routed_sites(model)].mean((1, 2)).tolist()
 
 
@@ -205,7 +205,7 @@ def new_cache(model: LanguageModel, batch: int, capacity: int = TIME) -> KVCache
 def decode(
     model: LanguageModel, ids: Tensor, chunks: tuple[int, ...], execution: str, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits and work of `ids` given to a cache chunk by chunk; `valid` belongs to the first chunk."""
+    """Logits and work of `ids`, decoded with a cache chunk by chunk; `valid` belongs to the first chunk."""
     kept, logits, work = new_cache(model, len(ids), sum(chunks)), [], []
     for part in ids.split(list(chunks), dim=1):
         out = full(model, part, execution, cache=kept, valid=valid)
@@ -221,7 +221,7 @@ def assert_equal_to_rounding(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], execution: str) -> None:
-    """Logits and work; under hard and sparse, work is made of decisions, and a decision has no small error."""
+    """Compares logits and work. In hard and sparse execution work consists of decisions, which must be equal."""
     assert_equal_to_rounding(actual[0], expected[0])
     if execution == "soft":
         assert_equal_to_rounding(actual[1], expected[1])
@@ -235,7 +235,7 @@ def test_every_method_has_a_config_and_every_config_a_method():
 
 @each_case
 def test_the_models_under_test_decide_both_ways(case):
-    """Else the equalities below would hold for want of anything skipped."""
+    """Otherwise the equalities below would hold because nothing is skipped."""
     assert all(0.2 <= fraction <= 0.8 for fraction in fractions(lively(case)))
 
 
@@ -245,13 +245,13 @@ def test_the_tolerance_tells_an_error_from_rounding(case, execution):
     other = ids.clone()
     other[:, 4] = (other[:, 4] + 1) % VOCABULARY
     before, after = full(model, ids, execution), full(model, other, execution)
-    for time in (4, 5, TIME - 1):  # the token itself, the next one, the one that is farthest from it
+    for time in (4, 5, TIME - 1):  # the token itself, the next one, the farthest one
         assert relative_error(after.logits[:, time], before.logits[:, time]) > 1e-3
 
 
 @each_case
 def test_soft_is_hard_where_nothing_is_softer(case):
-    """So that the tests below need not ask for it again."""
+    """So that the tests below need not check it again."""
     model, ids = lively(case), tokens(8)
     soft, hard = (full(model, ids, execution) for execution in ("soft", "hard"))
     assert torch.equal(soft.logits, hard.logits) != model.method.has_soft
@@ -266,7 +266,7 @@ def test_soft_is_hard_where_nothing_is_softer(case):
 @each_run
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_future_changes_nothing(case, execution, seed):
-    """A sequence for each place from which on every token is another one."""
+    """One sequence for each position from which on all tokens are changed."""
     model, ids, cuts = lively(case), tokens(TIME - 1, seed=seed), range(1, TIME)
     future = torch.arange(TIME) >= torch.tensor(cuts)[:, None]
     other = torch.where(future, (ids + 1 + tokens(TIME - 1, seed=seed + 2) % 10) % VOCABULARY, ids)
@@ -300,7 +300,7 @@ def test_batched_equals_single(case, execution):
 
 @each_run
 def test_one_place_can_be_read_alone(case, execution):
-    """As prompts are read, of whose logits only the last are wanted; what is not computed is not counted."""
+    """As for prompts, of which only the last logits are needed; FLOPs that are not executed are not counted."""
     model, ids = lively(case), tokens(4, seed=3)
     places, whole = torch.tensor([0, 5, TIME - 1, 3]), full(model, ids, execution)
     dispatched = count_flops(lambda: full(model, ids, execution, read=places))
@@ -311,7 +311,7 @@ def test_one_place_can_be_read_alone(case, execution):
 
 
 def left_padded(ids: Tensor, lengths: tuple[int, ...], width: int, pad: int) -> tuple[Tensor, Tensor]:
-    """The first tokens of each row, pushed to the right end of `width` columns, and which columns hold them."""
+    """The first tokens of each row, right-aligned in `width` columns, and which columns hold them."""
     padded = torch.full((len(lengths), width), pad)
     for b, length in enumerate(lengths):
         padded[b, width - length :] = ids[b, :length]
@@ -360,7 +360,7 @@ def test_cached_decoding_after_a_padded_prefill(case, execution, chunks):
 
 @each_case
 def test_padding_takes_no_room_in_the_context(case):
-    """A batch of short sequences may be padded beyond the context: what counts is how many tokens are real."""
+    """A batch of short sequences may be padded beyond the context: only real tokens count."""
     model, ids = lively(case), tokens(1, 13, seed=8)
     padded, valid = left_padded(ids, (5,), TIME - 2, pad=0)
     logits, _ = decode(model, torch.cat([padded, ids[:, 5:]], 1), (TIME - 2, *[1] * 8), "hard", valid)
@@ -373,12 +373,12 @@ def test_padding_takes_no_room_in_the_context(case):
 def ragged(
     model: LanguageModel, ids: Tensor, chunks: list[Tensor], execution: str, kept: KVCache | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Logits and work of each sequence, given to a cache in chunks `[batch, time]` that say which columns are real."""
+    """Logits and work of each sequence, decoded in chunks; each is a mask `[batch, time]` of the real columns."""
     kept = kept or new_cache(model, len(ids))
     taken = torch.zeros(len(ids), dtype=torch.long)
     logits, work = [[] for _ in ids], [[] for _ in ids]
     for valid in chunks:
-        part = torch.full(valid.shape, 7)  # what stands at padding does not matter
+        part = torch.full(valid.shape, 7)  # the token ids at padding do not matter
         for b, row in enumerate(valid):
             part[b, row] = ids[b, taken[b] : taken[b] + int(row.sum())]
         out = full(model, part, execution, cache=kept, valid=valid)
@@ -392,7 +392,7 @@ def ragged(
 
 def assert_each_is_as_if_alone(found: list, model: LanguageModel, ids: Tensor, execution: str) -> None:
     for b, (logits, work) in enumerate(found):
-        if not logits.shape[1]:  # a sequence that got nothing but padding
+        if not logits.shape[1]:  # a sequence with nothing but padding
             continue
         single = full(model, ids[b : b + 1, : logits.shape[1]], execution)
         assert_same((logits, work), (single.logits, single.trace.work), execution)
@@ -402,7 +402,7 @@ def assert_each_is_as_if_alone(found: list, model: LanguageModel, ids: Tensor, e
 @given(data_=st.data())
 @settings(max_examples=5)
 def test_sequences_of_any_lengths_grow_side_by_side(case, execution, data_):
-    """Padding anywhere in a chunk: left, right, between, or nothing else."""
+    """Padding anywhere in a chunk: left, right, in between, or everywhere."""
     model, ids = lively(case), tokens(3, seed=17)
     left = [TIME] * 3
     chunks = []
@@ -420,7 +420,7 @@ def test_sequences_of_any_lengths_grow_side_by_side(case, execution, data_):
 def test_more_columns_than_the_context_and_padding_after_a_full_sequence(case, execution):
     model, ids = lively(case), tokens(2, seed=18)
     first = torch.ones(2, TIME + 2, dtype=torch.bool)
-    first[0, :2] = first[1, 5:8] = first[1, -1] = False  # 16 and 14 tokens in 18 columns, at a context of 16
+    first[0, :2] = first[1, 5:8] = first[1, -1] = False  # 16 and 14 tokens in 18 columns, with a context of 16
     rest = torch.tensor([[False, False, False], [True, False, True]])
     found = ragged(model, ids, [first, rest], execution)
     assert [logits.shape[1] for logits, _ in found] == [TIME, TIME]
@@ -429,7 +429,7 @@ def test_more_columns_than_the_context_and_padding_after_a_full_sequence(case, e
 
 @each_run
 def test_a_slot_that_was_freed_is_as_new(case, execution):
-    """Two sequences; one ends and a third takes its slot while the other goes on."""
+    """Two sequences; one ends and a third takes its slot while the other continues."""
     model, ids = lively(case), tokens(3, seed=19)
     for fixed in (False, True):
         kept = KVCache(
@@ -481,7 +481,7 @@ def test_decisions_that_are_told_are_those_that_are_given(case, active):
 @each_way_to_decide
 @torch.no_grad()
 def test_given_decisions_leave_no_router_out(case):
-    """A compiler drops what nobody uses; what is timed with decisions given would then not be what is served."""
+    """torch.compile drops unused results; a model timed with given decisions would then not be the one served."""
     model, ids = lively(case), tokens(2, 13, seed=9)
 
     def operations(decisions: Tensor | None) -> int:
@@ -497,12 +497,12 @@ def test_given_decisions_leave_no_router_out(case):
 
 
 FREE = 30_000
-"""Free decisions of each case; of all cases together more than a million."""
+"""Free decisions per case; more than a million over all cases."""
 
 
 @each_case_slowly
 def test_sparse_flips_a_free_decision_only_at_the_threshold(case):
-    """The threshold lies between the two logits of a flip: if they are within 1e-5 of each other, it is of both."""
+    """The threshold is between the two logits of a flip; if those are within 1e-5 of each other, it is, too."""
     model, sites = lively(case), routed_sites(lively(case))
     flips = decisions = 0
     worst = 0.0
@@ -511,11 +511,11 @@ def test_sparse_flips_a_free_decision_only_at_the_threshold(case):
         with torch.no_grad():
             hard, hard_logits = with_router_logits(model, lambda ids=ids: model(ids, execution="hard"))
             sparse, sparse_logits = with_router_logits(model, lambda ids=ids: model(ids, execution="sparse"))
-        if not model.method.routers():  # what decides is not computed, so it cannot be rounded
+        if not model.method.routers():  # no scores are computed, so nothing is rounded
             assert torch.equal(hard.trace.work, sparse.trace.work)
             assert_equal_to_rounding(sparse.logits, hard.logits)
             continue
-        # A flip changes what the later routers of that sequence read, so they are not judged.
+        # A flip changes the input of later routers in that sequence, so those are not checked.
         unflipped = torch.ones(len(ids), dtype=torch.bool)
         decided = np.array_split(sites, len(hard_logits))  # a router may decide for several sites at once
         for at, a, b in zip(decided, hard_logits, sparse_logits, strict=True):
@@ -563,7 +563,7 @@ def seeded(loss: Callable[[], Tensor]) -> Tensor:
 
 @each_case_at_length
 def test_training_asks_nothing_of_the_device(case):
-    """One graph, shapes and all, before a number is known: what a compiler and a CUDA graph need. It learns alike."""
+    """No host synchronisation: shapes never depend on values, as torch.compile and CUDA graphs need. Same result."""
     model, loss = training_loss(case)
     expected = gradients(model, loss)
     torch.compiler.reset()
@@ -576,7 +576,7 @@ def test_training_asks_nothing_of_the_device(case):
 
 @each_case
 def test_training_in_bfloat16(case):
-    """As on a GPU: products in bfloat16, which rounds at 2^-9; what is added up and decided in float32."""
+    """As on a GPU: products in bfloat16, which rounds at 2^-9; sums and decisions in float32."""
     model, loss = training_loss(case)
     exact = seeded(loss)
     with torch.autocast("cpu", torch.bfloat16):
@@ -589,9 +589,9 @@ def test_training_in_bfloat16(case):
 @each_case
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_every_precision(case, dtype):
-    """The whole model in it, forward with a cache and without, and backward. 2^-8 is what bfloat16 keeps of a number.
+    """The whole model in this dtype, forward with and without a cache, and backward. bfloat16 is precise to 2^-8.
 
-    Errors add up over some ten roundings a block, so that a few dozen of them are rounding and 1 is not.
+    Errors add up over about ten roundings per block, so that a few dozen of them are rounding and 1 is not.
     """
     model, ids = copy.deepcopy(lively(case)).to(dtype), tokens(3, 13, seed=20)
     decisions = given_decisions(model, ids, "some")
@@ -621,7 +621,7 @@ def loss_of(model: LanguageModel, inputs: Tensor, targets: Tensor, valid: Tensor
 
 
 def in_training(case: str) -> LanguageModel:
-    """Without dropout and jitter: what is thrown for padding is not thrown for the tokens after it."""
+    """Without dropout and jitter: random numbers drawn for padding would shift those of later tokens."""
     method = replace(CASES[case], jitter=0.0) if hasattr(CASES[case], "jitter") else CASES[case]
     return build(RunConfig(model=replace(model_of(case), dropout=0.0), method=method), SPELLINGS).train()
 
@@ -642,7 +642,7 @@ def assert_equal_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor
 @each_case
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_training_with_padding_is_training_without(case, side):
-    """Losses and every gradient; where dice are thrown, at least what stands at padding changes nothing."""
+    """Losses and every gradient; with random decisions, at least the token ids at padding must change nothing."""
     model, ids = in_training(case), tokens(1, 10, seed=21)
     inputs, targets = ids[:, :-1], ids[:, 1:]
     room = (TIME - 9, 0) if side == "left" else (0, TIME - 9)
@@ -659,7 +659,7 @@ def test_training_with_padding_is_training_without(case, side):
 
 @each_case
 def test_a_padded_batch_trains_each_sequence_as_if_alone(case):
-    """Unless a quantile is taken over the batch."""
+    """Except if a quantile is taken over the batch."""
     model, ids, lengths = in_training(case), tokens(3, seed=22), (TIME, 11, 4)
     padded, valid = left_padded(ids, lengths, TIME, pad=0)
     torch.manual_seed(0)
@@ -674,7 +674,7 @@ def test_a_padded_batch_trains_each_sequence_as_if_alone(case):
 
 
 class OneOf(Ranks):
-    """One of several ranks with batches of one size, alone in its process."""
+    """One of several ranks with equal batch sizes, alone in its process."""
 
     def total(self, number: int) -> int:
         return number * self.world
@@ -684,11 +684,11 @@ class OneOf(Ranks):
 
 
 def gradient_of_cut(case: str, accumulate: int, world: int) -> Tensor:
-    """The gradient of one global batch of 8 sequences, cut into `accumulate` micro-batches on each of `world` ranks."""
+    """The gradient of a global batch of 8 sequences, split into `accumulate` micro-batches on each of `world` ranks."""
     ids, total, model = tokens(8, TIME + 1, seed=23).numpy(), 0, in_training(case)
     for rank in range(world):
         config = TrainConfig(batch_size=8, accumulate=accumulate, dtype="float32", device="cpu")
-        step = OptimiserStep(model, config, torch.device("cpu"), OneOf(rank, world))  # which moves no weight here
+        step = OptimiserStep(model, config, torch.device("cpu"), OneOf(rank, world))  # changes no weight here
         mine = np.array_split(ids, world)[rank]
         step.begin(mine[:, :-1], mine[:, 1:], step=0)
         total = total + step.gradient
@@ -703,7 +703,7 @@ def test_the_gradient_does_not_depend_on_how_a_batch_is_cut_or_the_method_says_s
         assert (error > 1e-5) == (said is not None), (accumulate, world, error)
 
 
-# --- 5. the trace tells the truth -------------------------------------------------------------------------------------
+# --- 5. the trace is correct ------------------------------------------------------------------------------------------
 
 
 @each_run
@@ -746,7 +746,7 @@ def test_the_flops_of_the_trace_are_those_dispatched_with_a_cache(case, executio
 
 @each_run
 def test_the_flops_of_the_trace_are_those_dispatched_with_padding(case, execution):
-    """Padding is computed on, so it is executed: a figure without it would claim a saving that nobody got."""
+    """Padding is computed, so its FLOPs are executed; leaving it out would claim a saving that does not exist."""
     padded, valid = left_padded(tokens(3, seed=14), (13, 8, 2), 13, pad=0)
     counted, told = counted_and_told(lively(case), padded, execution, valid=valid)
     assert told == counted
@@ -843,7 +843,7 @@ def test_the_weights_do_not_depend_on_what_was_drawn_before(case):
 
 @each_case_at_length
 def test_it_learns_far_more_than_the_frequencies_of_tokens(case, tmp_path):
-    """As it is executed: a model that knew only how often each character occurs would score the unigram loss."""
+    """In sparse execution: a model that knew only the frequencies of characters would have the unigram loss."""
     config = tiny(tmp_path, CASES[case], n_layer=model_of(case).n_layer, steps=80, batch_size=8)
     config = replace(config, model=replace(model_of(case), dropout=0.0, vocab_size=0))
     dataset = data.load(config.data)

@@ -88,7 +88,7 @@ def test_a_converted_run_is_a_llama_where_nobody_halts(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_is_no_llama_is_refused(tmp_path):
     run = train(tiny(tmp_path, steps=1), tmp_path / "run", show=False)
-    with pytest.raises(td.UserError, match=r"is no Llama with --method\.skip ffn; train one"):
+    with pytest.raises(td.UserError, match=r"has no Llama-style blocks with --method\.skip ffn; train one"):
         loaded(PLUGIN / "convert.py").convert(str(run.path), tmp_path / "llama")
 
 

@@ -32,11 +32,11 @@ GOLDEN = Path(__file__).parent / "golden"
 FORMATS = sorted(GOLDEN.iterdir(), key=lambda folder: folder.name)
 STOPPED_AT = 6
 IDS = [[1, 9, 14, 5, 2, 9, 14, 5], [1, 30, 4, 21, 2, 30, 4, 21]]
-ROUNDING = 1e-5  # other processors add up in another order; logits are of the order of one
+ROUNDING = 1e-5  # other processors sum in a different order; logits are of order one
 
 
 def logits(run: Run) -> dict[str, list]:
-    """Of the token after each sequence, under each execution."""
+    """For the token after each sequence, in each execution mode."""
     model = load_model(run, torch.device("cpu"))
     with torch.no_grad():
         return {e: model(torch.tensor(IDS), execution=e).logits[:, -1].tolist() for e in EXECUTIONS}

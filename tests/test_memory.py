@@ -15,7 +15,7 @@ SHAPE = ModelConfig(d_model=64, n_layer=6, n_head=8, d_ff=256, context=64, dropo
 
 
 def largest(run: Callable[[], object]) -> int:
-    """Bytes of tensors that `run` holds at once, beside what was there before."""
+    """Peak bytes of tensors that `run` allocates."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     events = seen.profiler.kineto_results.events()

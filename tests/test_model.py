@@ -1,4 +1,4 @@
-"""The paper's model to the digit: parameters, initialisation, and what a user can do wrong with it."""
+"""The model matches the TSA paper exactly (parameters, initialisation), and user errors are reported."""
 
 import math
 from dataclasses import replace
@@ -49,7 +49,7 @@ def model(method: MethodConfig | None = None, **changes) -> LanguageModel:
 
 @cache
 def papers() -> LanguageModel:
-    """TSA on the Shakespeare shape, as initialised: large enough to measure deviations on. Do not change it."""
+    """TSA in the Shakespeare shape, as initialised: large enough to measure standard deviations. Do not modify."""
     return build(RunConfig(model=ModelConfig(vocab_size=65), method=TSAConfig()))
 
 
@@ -98,11 +98,11 @@ def test_the_head_is_the_token_embedding():
 
 
 def test_token_zero_is_a_token_like_any_other():
-    """In Tiny-Shakespeare it is the line end; a padding index would freeze it at zero."""
+    """In Tiny-Shakespeare it is the newline; a padding index would freeze its embedding at zero."""
     tiny = model()
     assert tiny.embedding.padding_idx is None
     assert tiny.embedding.weight[0].any()
-    # Through the input alone: the tied head would give row 0 a gradient in any case.
+    # Through the input only: the tied head would give row 0 a gradient in any case.
     tiny.embedding(torch.zeros(1, dtype=torch.long)).sum().backward()
     assert tiny.embedding.weight.grad[0].any()
 
@@ -115,7 +115,7 @@ def deviation(tensors: list[Tensor]) -> float:
 
 
 def test_the_initial_deviations_are_the_papers():
-    """Within 5%. The smallest of these samples has 16,640 numbers: its own deviation errs by 0.5%."""
+    """Within 5%. The smallest of these samples has 16,640 elements, so its deviation has an error of 0.5%."""
     attentions = [m for m in papers().modules() if isinstance(m, Attention)]
     networks = [m for m in papers().modules() if isinstance(m, FeedForward)]
     residual = 0.02 / math.sqrt(2 * 6)
@@ -133,7 +133,7 @@ def test_the_residual_deviation_falls_with_the_number_of_layers():
 
 
 def test_all_other_layers_start_as_pytorch_starts_them():
-    """Uniform within 1 / sqrt(fan in), which has a deviation of bound / sqrt(3)."""
+    """Uniform within 1 / sqrt(fan in), which has a standard deviation of bound / sqrt(3)."""
     residual = {id(m) for a in papers().modules() if isinstance(a, Attention) for m in [a.out]}
     residual |= {id(m) for f in papers().modules() if isinstance(f, FeedForward) for m in [f.down]}
     linears = {name: m for name, m in papers().named_modules() if isinstance(m, nn.Linear)}
@@ -145,7 +145,7 @@ def test_all_other_layers_start_as_pytorch_starts_them():
         if id(linear) not in residual:
             assert linear.weight.abs().max() <= bound, name
         if linear.bias is not None and linear.out_features > 1:
-            # 64 draws or more: that all stay below 0.9 of the bound has a chance of 0.9^64 = 0.1%.
+            # At least 64 draws: the probability that all stay below 0.9 of the bound is 0.9^64 = 0.1%.
             assert 0.9 * bound < linear.bias.abs().max() <= bound, name
 
 
@@ -215,20 +215,20 @@ def test_without_dropout_training_computes_what_evaluation_does():
 
 
 def test_the_mask_by_hand():
-    """Two new tokens after two cached ones; the first key is padding, and so is the third, which still sees itself."""
+    """Two new tokens after two cached ones. The first and third key are padding; the third still sees itself."""
     mask = causal_mask(2, 4, torch.tensor([[False, True, False, True]]), None)
     assert mask.int().tolist() == [[[[0, 1, 1, 0], [0, 1, 0, 1]]]]
 
 
 def test_positions_are_learned_and_added():
-    """The same token at two places gives two answers, and position t is row t of the table."""
+    """The same token at two positions gives different results, and position t is row t of the table."""
     tiny, ids = model(DenseConfig()), torch.zeros(1, 2, dtype=torch.long)
     first, second = tiny(ids).logits[0]
     assert not torch.equal(first, second)
     with torch.no_grad():
         tiny.positions.weight[1] = tiny.positions.weight[0]
     first, second = tiny(ids).logits[0]
-    # Two equal tokens: attention's mean over both is the one, to the rounding of float32.
+    # Two equal tokens: attention's mean over both equals either, up to float32 rounding.
     assert torch.allclose(first, second, rtol=1e-5, atol=1e-6)
 
 
@@ -289,7 +289,7 @@ def test_a_pass_is_one_graph_only_where_nobody_asks_the_host(method, heads, dtyp
     ids=str,
 )
 def test_kernels_take_every_kind_of_block(other):
-    """So that a sparse pass asks nothing of the host."""
+    """So that a sparse forward pass needs no host synchronisation."""
     shape = ModelConfig(d_model=64, n_layer=2, n_head=4, d_ff=64, context=8, vocab_size=7, **other)
     assert build(RunConfig(model=shape, method=TSAConfig())).bfloat16().can_be_captured
     odd = replace(shape, d_ff=72)
@@ -314,7 +314,7 @@ def test_a_head_of_its_own_is_not_the_embedding():
 
 
 def test_embeddings_are_scaled_on_their_way_in_alone():
-    """Like larger embeddings beside a head of the old ones."""
+    """Like larger embeddings with an unchanged head."""
     tied, apart = model(embedding_scale=3.0), model(tie_head=False)
     weights = {**tied.state_dict(), "head.weight": tied.embedding.weight}
     apart.load_state_dict({**weights, "embedding.weight": 3 * tied.embedding.weight})
@@ -325,7 +325,7 @@ def test_embeddings_are_scaled_on_their_way_in_alone():
 
 
 def test_rotary_positions_tell_places_apart():
-    """Two tokens change places before a third one: a block that turns nothing sees the same two."""
+    """Swapping two tokens before a third one makes a difference; without rotation it would not."""
     rotary = model(DenseConfig(), positions="rotary", n_layer=1)
     one, other = torch.tensor([[1, 2, 3]]), torch.tensor([[2, 1, 3]])
     with torch.no_grad():

@@ -103,7 +103,7 @@ def tree(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(tree) -> dict[str, list[str]]:
-    """By outcome, the tests that the new method has of its own and those that ask for all methods."""
+    """By outcome: the tests of the new method, and those that cover all methods."""
     asked = [name.partition("::") for name in WHO_ASKS_FOR_ALL_METHODS]
     chosen = " or ".join(["toy", *(test or Path(file).name for file, _, test in asked)])
     files = ["test_contract.py", "infer/test_engine.py", *(file for file, _, _ in asked)]

@@ -1,6 +1,6 @@
-"""A pass that skips as one graph: on a GPU nothing is asked of the host, and a compiler finds nothing to break at.
+"""A skipping pass is one graph: no host synchronisation on a GPU, and no graph breaks in torch.compile.
 
-Without a GPU the first is tried on tensors that have shapes and no values: whoever asks for one fails.
+Without a GPU the first is tested on tensors with shapes but no values: reading one fails.
 """
 
 from collections import Counter
@@ -103,7 +103,7 @@ def test_a_question_is_noticed():
 def test_a_compiler_takes_the_pass_in_one_piece(case):
     """The graph alone, which is what can break; that its code is right is tried in infer/test_compile.py.
 
-    For sizes that may change, as `compiled` does it on a CPU, with the modern block; for fixed ones with the classic.
+    For sizes that may change, as in `compiled` on a CPU, with the Llama-style block; for fixed ones with the classic.
     """
     model, ids = lively(case), tokens(2, 13, seed=9)
     torch.compiler.reset()

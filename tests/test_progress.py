@@ -1,4 +1,4 @@
-"""Nobody looks at a silent terminal or log: a bar in the one, a line every few seconds in the other."""
+"""Progress is never silent: a bar in a terminal, a line every few seconds in a log."""
 
 import io
 import re
@@ -52,7 +52,7 @@ def terminal(monkeypatch) -> Heard:
 
 
 def test_a_log_hears_of_a_task_that_stands_still(log):
-    """One unit may take minutes: nobody calls, and the lines come all the same."""
+    """One unit may take minutes without an update; lines appear all the same."""
     with Progress("evaluating [b]x", 3000, unit="tokens") as progress:
         assert log.wait_for(r"evaluating \[b\]x: 0/3,000 tokens, 0:00:00 elapsed\n")
         progress.update(1500, note="sparse")
@@ -93,7 +93,7 @@ def test_a_short_task_leaves_nothing_in_a_log(log, monkeypatch):
 
 
 def test_short_tasks_one_after_the_other_are_no_silence(log, monkeypatch):
-    """The line that was due when the one before ended is told of the next."""
+    """A line that was due when the previous task ended is written for the next one."""
     monkeypatch.setattr(module, "EVERY_S", 5.0)
     monkeypatch.setattr(module, "_next_line", time.monotonic())
     with Progress("second"):

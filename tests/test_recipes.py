@@ -140,7 +140,7 @@ each_size = pytest.mark.parametrize("name", [name for name in RECIPES if name.st
 
 
 def parameters(config: RunConfig) -> int:
-    """Of a dense model of the modern block, by its formula."""
+    """Parameters of a dense model with the Llama-style block, by formula."""
     model, vocabulary = config.model, data.vocab_size(config.data)
     attention = model.d_model * model.width * (2 * model.n_head + 2 * model.kv_heads) + 2 * model.width
     block = attention + 3 * model.d_model * model.d_ff + 2 * model.d_model

@@ -144,7 +144,7 @@ def trained(tmp_path_factory) -> Path:
     return train(tiny(folder, steps=2, context=300), folder / "run", show=False).path
 
 
-# --- a training goes on, and saves ------------------------------------------------------------------------------------
+# --- training continues, and saves ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_training_goes_on_when_its_terminal_is_gone(server, corpus, tmp_path):
 
 
 def test_a_closed_terminal_stops_its_training_and_nothing_is_lost(server, corpus, tmp_path):
-    """Its own terminal sends SIGHUP, to which nobody can be told what was done."""
+    """Its own terminal sends SIGHUP; no one is left to read a message."""
     steps = 100_000
     arguments = ["train", "demo.tsa", *corpus, *TINY, "--train.steps", steps, "--out", tmp_path / "run"]
     with terminal() as (window, name):
@@ -282,7 +282,7 @@ def test_a_command_does_without_stderr(server, trained, where):
     [(">/dev/full", 2), ("2>/dev/full", 0), (">&-", 0), ("2>&-", 0), ("<&- >&- 2>&-", 0), ("| true", 141)],
 )
 def test_the_shells_own_redirections(redirection, code):
-    """A shell can close a stream before the interpreter looks at it: whoever does that wants to hear nothing."""
+    """A shell can close a stream before the interpreter looks at it: whoever does that wants no output."""
     line = f"{sys.executable} -m tokendepth --version {redirection}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
@@ -290,7 +290,7 @@ def test_the_shells_own_redirections(redirection, code):
 
 
 def test_no_file_takes_the_place_of_a_closed_stream(tmp_path):
-    """Else what a library says on stderr would end up in the next checkpoint."""
+    """Otherwise what a library writes to stderr would end up in the next checkpoint."""
     script = (
         "import os, sys; from tokendepth.streams import standard_streams\n"
         "with standard_streams(), open(sys.argv[1], 'w') as file:\n"
@@ -315,7 +315,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def test_a_slow_reader_of_stdout_gets_everything(pipe):
-    """Also where somebody has made the pipe non-blocking, as a program that shares it may."""
+    """Even if another program that shares the pipe has made it non-blocking."""
     reader, writer = pipe
     os.set_blocking(writer, False)
     sent, received = os.urandom(1 << 20), bytearray()

@@ -39,7 +39,7 @@ PAPER = {
 
 
 def with_active_fraction(alpha: float) -> DepthTotals:
-    """Six blocks and a thousand tokens, of which every routed block works on the first 1000 alpha."""
+    """Six blocks and a thousand tokens; every routed block processes the first 1000 alpha of them."""
     work = np.zeros((LAYERS, 1, 1000))
     work[0] = 1
     work[1:, :, : round(1000 * alpha)] = 1
@@ -47,7 +47,7 @@ def with_active_fraction(alpha: float) -> DepthTotals:
 
 
 def three_sites(execution: str, **options) -> DepthTrace:
-    """Two sequences of two tokens: the first routed site works on 1 of 4 tokens, the second on 2 of 4."""
+    """Two sequences of two tokens: the first routed site processes 1 of 4 tokens, the second 2 of 4."""
     work = torch.tensor([[[1.0, 1], [1, 1]], [[1, 0], [0, 0]], [[0, 1], [1, 0]]])
     return DepthTrace(work, (STEM, GATED, GATED), execution, **options)
 
@@ -64,7 +64,7 @@ def test_totals_by_hand():
 
 
 def test_a_site_of_several_blocks_counts_them_all():
-    """A stem and a site of three blocks that works on 1 of 4 tokens: 4 + 3 of 16 token-layer operations."""
+    """A stem and a site of three blocks that processes 1 of 4 tokens: 4 + 3 of 16 token-layer operations."""
     recursion = Site("recursion", routed=True, always=0, active=300, blocks=3)
     work = torch.tensor([[[1.0, 1, 1, 1]], [[0, 0, 1, 0]]])
     totals = DepthTrace(work, (STEM, recursion), "sparse").totals()
@@ -86,7 +86,7 @@ def test_flops_by_hand():
 
 
 def test_packed_rows_by_hand():
-    """Two sequences of which 2 and 1 tokens were active: their rows had 2 and 1 of the 4 keys that cost 5 each."""
+    """Two sequences with 2 and 1 active tokens: their rows had 2 and 1 of the 4 keys that cost 5 each."""
     packing = Site("packing", routed=True, always=0, active=100, per_key=5)
     work = torch.tensor([[[1.0, 1, 1], [1, 1, 1]], [[1, 1, 0], [0, 0, 1]]])
     trace = DepthTrace(work, (STEM, packing), "sparse", fewer_keys=torch.tensor([2, 3]))

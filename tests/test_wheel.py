@@ -126,6 +126,6 @@ def test_an_extra_that_is_missing_is_named(installed):
     run = str(ROOT / "tests" / "golden" / "format-2" / "finished")
     report, bpe = ["report", run, "--out", "again"], ["train", "demo.tsa", "--data.tokens", "bpe:300", "--out", "bpe"]
     said = installed("-c", hide + COMMANDS, json.dumps([report, bpe]), "2").stderr.splitlines()
-    first, second = (line for line in said if not line.startswith("loading PyTorch"))  # where that takes seconds
+    first, second = (line for line in said if not line.startswith("loading PyTorch"))  # shown if loading takes seconds
     assert "tokendepth[report]" in first
     assert "tokendepth[data]" in second

@@ -62,7 +62,7 @@ def test_a_known_correlation_is_found_and_none_where_there_is_none(ids):
     noise = np.random.default_rng(3).random(ids.shape)
     found = depth_by(trace(ids >= 6), {"id": ids, "against": -ids, "noise": noise})
     exact = found["id"]["rank_correlation"]
-    # Of 0 to 11 the upper six: covariance 1.5, variances 143/12 and 1/4.
+    # The upper six of 0 to 11: covariance 1.5, variances 143/12 and 1/4.
     assert exact["value"] == pytest.approx(np.sqrt(108 / 143), abs=0.01)
     assert exact["low"] < exact["value"] < exact["high"]
     assert found["against"]["rank_correlation"]["value"] == pytest.approx(-exact["value"])

@@ -32,7 +32,7 @@ def test_each_kind_of_group_covers_the_text_once(found):
         shares[group["kind"]] = shares.get(group["kind"], 0) + group["share"]
     known = {kind: share for kind, share in shares.items() if kind != "surprisal of the token"}
     assert all(share == pytest.approx(1) for share in known.values())
-    # Of the very first token nobody knows how surprising it was.
+    # The very first token has no surprisal.
     assert shares["surprisal of the token"] == pytest.approx(1 - 1 / found["tokens"])
     assert set(shares) == {
         "character class", "position in word", "frequency", "surprisal of the token", "surprisal of the next"

@@ -23,7 +23,7 @@ CLAIMS = {
     "tokens whose prediction is less certain get": lambda run, e: run["by"]["entropy of the prediction"].update(
         rank_correlation=e
     ),
-    "Knowing the token before too": lambda run, e: run["lookup"][0].update(gain_of_previous=e),
+    "With the previous token, a table predicts more": lambda run, e: run["lookup"][0].update(gain_of_previous=e),
     "the loss is lower by": lambda run, e: run["skipped"][0].update(loss=e),
     "after a skipped 'letter' it is lower by": lambda run, e: run["skipped"][1].update(loss_where_skipped=e),
 }
@@ -49,10 +49,10 @@ def test_where_nothing_differs_nothing_is_said_to():
     said = words(quiet())
     assert "no group is shown to differ" in said
     assert all(name in said.split("No relation is claimed between depth and")[1] for name in NUMBERS)
-    assert "helps a table to foretell the decisions on other text is shown at no routed block" in said
-    assert "no later decision was seen to flip" in said
+    assert "At no routed block is the previous token shown to help a table predict decisions" in said
+    assert "no later decision flipped" in said
     assert "not shown to differ" in said
-    assert "One seed: nothing here is known to hold for another." in said
+    assert "Only one seed: the results may not hold for others." in said
     assert "12,345 tokens" in said
     assert "seed 0." in said
     assert "lookup table" not in said  # between 30% and 95%, it may be one or not
@@ -62,7 +62,7 @@ def test_where_nothing_differs_nothing_is_said_to():
     ("share", "said"),
     [
         ((0.95, 0.92, 0.98), "block 1 is close to a lookup table"),
-        ((0.5, 0.4, 0.6), "block 1 is no lookup table"),
+        ((0.5, 0.4, 0.6), "block 1 is not a lookup table"),
         ((0.9, 0.85, 0.95), None),
         ((0.95, None, None), None),
     ],
@@ -77,16 +77,16 @@ def test_a_lookup_table_is_called_one_only_by_its_interval(share, said):
 def test_a_router_that_never_decides_is_no_lookup_table():
     run = quiet()
     run["lookup"][0].update(share=estimate(None), chance=None)
-    assert "No router is shown to decide differently" in words(run)
+    assert "In no block do the routers of all runs decide differently" in words(run)
 
 
 def test_a_method_that_cannot_run_everyone_says_so():
-    assert "cannot be executed with every token active" in words({**quiet(), "skipped": None})
+    assert "cannot run with every token active" in words({**quiet(), "skipped": None})
 
 
 def test_seeds_that_agree_beyond_chance():
     assert "Cohen's kappa 0.50" in words(quiet(), quiet(1), kappa=estimate(0.5, 0.4, 0.6))
-    assert "is shown at no routed block for all pairs" in words(quiet(), quiet(1), kappa=nothing())
+    assert "At no routed block are all pairs of seeds shown to agree" in words(quiet(), quiet(1), kappa=nothing())
     assert "seeds 0, 1." in words(quiet(), quiet(1))
     assert "in all 2 seeds" in words(quiet(), quiet(1))
 

@@ -1,4 +1,4 @@
-"""bench decode: it refuses to time what is wrong, its rows add up, and dense decoding is the dense model."""
+"""bench decode: it does not time wrong results, its rows are consistent, and its baseline is the dense model."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ def test_rows_add_up(tmp_path):
 
 
 def test_bytes_by_hand(tmp_path):
-    """Of two routed blocks with nobody active, keys, values and routers are read; of the first block everything."""
+    """With no token active, only keys, values and routers of two routed blocks are read, but all of the first block."""
     (row,) = (row for row in decode.measure("cpu", tmp_path, (0.0,), (1,)))
     d, ff, keys, hidden = 32, 64, 12 * 2 * 32, 16
     block, router, head = 4 * d * d + 2 * d * ff, hidden * d + hidden, 11 * d
@@ -74,7 +74,7 @@ def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_steps_after_a_padded_prompt_ask_nothing_of_the_device(monkeypatch):
-    """Where a graph is captured no number may be read from the device."""
+    """During graph capture no value may be read from the device."""
     model = build(RunConfig(model=replace(MODEL, context=20))).eval()
     cache = KVCache(model.config, 2, 20, like=model.norm.weight, fixed=True)
     decode.prefill(model, cache, [[0] * (20 - decode.STEPS)] * 2, "sparse")  # padded to 16
@@ -92,7 +92,7 @@ def test_steps_after_a_padded_prompt_ask_nothing_of_the_device(monkeypatch):
 @pytest.mark.parametrize("model", [MODEL, MODERN], ids=["classic", "modern"])
 @torch.no_grad()
 def test_static_dense_is_the_dense_model(model):
-    """Over a cache that holds the text's own keys and values instead of noise."""
+    """With a cache that holds the text's own keys and values instead of noise."""
     built = build(RunConfig(model=model, method=DenseConfig())).eval()
     ids = torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))
     static = StaticDense(built, 2, 9)

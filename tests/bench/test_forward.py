@@ -1,4 +1,4 @@
-"""bench forward: it refuses to time what is wrong, and its rows add up."""
+"""bench forward: it does not time wrong results, and its rows are consistent."""
 
 import json
 
@@ -19,7 +19,7 @@ SMALL = {"paper": forward.Shape(ModelConfig(32, 3, 4, 64, 16, 0.0, 11), (1, 2))}
 
 @pytest.fixture(autouse=True)
 def small(tmp_path, monkeypatch):
-    """Small shapes, few repeats, no compiler, a cache of its own."""
+    """Small shapes, few repeats, no compiler, a separate cache."""
     monkeypatch.setenv("TOKENDEPTH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(forward, "SHAPES", SMALL)
     monkeypatch.setattr(forward, "REPEATS", {})

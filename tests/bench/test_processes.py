@@ -1,4 +1,4 @@
-"""Several processes measure the same; the one in the middle is kept."""
+"""Several processes measure the same; the median one is kept."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tokendepth.runs.results import read_rows
 
 
 def measured(*speedups: float) -> list[dict]:
-    """Two batch sizes of two fractions each."""
+    """Rows for two batch sizes with two fractions each."""
     asked = [(batch, fraction) for batch in (1, 8) for fraction in (0.1, 0.4)]
     facts = {"benchmark": "forward", "shape": "paper", "positions": "random", "execution": "sparse"}
     facts |= {"dtype": "float32", "device": "CPU", "commit": "abc"}

@@ -1,4 +1,4 @@
-"""bench serve: what a load measures, of our server and of another, and what it refuses."""
+"""bench serve: measurements of our server and of another, and errors."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from tokendepth.training.loop import train
 
 
 class Stock(BaseHTTPRequestHandler):
-    """A server of the API that is not ours: a token takes 10 ms, there is no [DONE], and no usage unless it is told."""
+    """Another server with this API: 10 ms per token, no [DONE], and no usage unless requested."""
 
     protocol_version, wait, usage, status, end = "HTTP/1.1", threading.Event(), True, 200, "length"
 
@@ -137,7 +137,7 @@ def test_a_mistake_is_one_line(words, said, capsys):
     assert said in answer
 
 
-# --- our own ----------------------------------------------------------------------------------------------------------
+# --- our own server ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

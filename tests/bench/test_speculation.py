@@ -1,4 +1,4 @@
-"""The benchmark of self-speculation: rates, costs and the formula's speedup belong together; its command and row."""
+"""The benchmark of self-speculation: rates, costs and predicted speedup are consistent; its command and row."""
 
 import json
 
@@ -21,7 +21,7 @@ from tokendepth.training.loop import train
 
 @pytest.fixture(autouse=True)
 def _drafts(monkeypatch):
-    """By weights: models as small as these would not draft by the clock."""
+    """Pace by weights: measured times would not let such small models draft."""
     monkeypatch.setattr(
         SpeculativeEngine, "take_pace", lambda self, show: setattr(self, "pace", Pace(1.0, ((1, 1.25),)))
     )
@@ -86,9 +86,9 @@ def test_in_words(run, tmp_path, capsys, monkeypatch):
     told |= {"draft_length": 4.0, "plain_step_ms": 50.0, "draft_ms": 10.0, "verify_ms": 60.0, "unexplained": 1}
     told |= {"draft_cost_by_weights": 0.25, "verify_cost_by_weights": 1.0, "formula_by_time": 2.05}
     assert in_words({**told, "formula_by_weights": 2.35, "tokens_that_differ": 3}) == (
-        "run on abacus in bfloat16: 1.50x (1.40 to 1.60), from 20.0 to 30.0 tokens/s; acceptance 0.900, 4.0 tokens a "
-        "draft; a drafted token costs 0.20 plain steps by time and 0.25 by weights, verifying 1.20 and 1.00; by the "
-        "formula 2.05x by time and 2.35x by weights; 3 of 1024 tokens differ, 1 unexplained"
+        "run on abacus in bfloat16: 1.50x (1.40 to 1.60), from 20.0 to 30.0 tokens/s; acceptance 0.900, 4.0 tokens per "
+        "draft; cost in plain steps: 0.20 per drafted token by time (0.25 by weights), 1.20 per verification (1.00); "
+        "predicted speedup 2.05x by time, 2.35x by weights; 3 of 1024 tokens differ, 1 unexplained"
     )
     assert in_words({**told, "drafted": 0}).endswith("30.0 tokens/s; nothing was drafted")
 

@@ -1,4 +1,4 @@
-"""Optimiser steps side by side: which are measured, and what a row says of them."""
+"""Timed optimiser steps: which ones are measured, and the content of their rows."""
 
 import torch
 

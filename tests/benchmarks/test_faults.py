@@ -96,7 +96,7 @@ def runs_read(tmp_path_factory) -> tuple[Path, list[commands.Reading]]:
 
 @pytest.fixture(autouse=True)
 def _made_once(runs_read, monkeypatch):
-    """The runs whose files are damaged take seconds to make, and every attempt puts them back as they were."""
+    """The runs whose files are damaged take seconds to make, and every attempt restores them."""
     folder, readings = runs_read
 
     def shared(_: Path) -> list[commands.Reading]:
@@ -115,7 +115,7 @@ def _one_server(server, monkeypatch):
 
 
 def nothing(*_: object) -> None:
-    """Nobody watches."""
+    """Progress is not shown."""
 
 
 def tried(name: str, folder: Path, count: int | None = None) -> Outcome:

@@ -33,7 +33,7 @@ def run(tmp_path_factory) -> Run:
 
 @contextlib.contextmanager
 def in_this_process(run: Run, *words: str) -> Iterator[servers.Served]:
-    """Where what a test plants is planted in the server, too; and it starts at once."""
+    """A server in this process: it has a test's patches, too, and starts at once."""
     options = {name.removeprefix("--"): float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
     sizes = {name: int(options[name]) for name in ("slots", "queue") if name in options}
     with serving(Service.of(run, "cpu", Limits(**sizes, seconds=options.get("seconds", 120.0)))) as found:
@@ -122,7 +122,7 @@ def test_a_slot_that_is_not_freed_is_noticed(tmp_path, monkeypatch):
 
 
 def test_connections_that_are_never_closed_are_noticed(tmp_path, monkeypatch):
-    """uvicorn's own closes none that has not asked for anything, or whose answer is not read."""
+    """uvicorn's own protocol never closes one without a request, or whose response is not read."""
     for module in (crowds, rude):
         monkeypatch.setattr(module, "SLACK_S", 0.2)  # it would not close them later either
     monkeypatch.setattr(server, "Connection", H11Protocol)
@@ -165,6 +165,6 @@ def test_texts_that_a_stopped_server_cuts_off_are_noticed(tmp_path, monkeypatch)
 
     monkeypatch.setattr(servers.subprocess, "Popen", Hasty)
     monkeypatch.setattr(rude, "STOPS", (rude.signal.SIGTERM,))
-    # Of what is in flight at that moment only streams are cut; one that ends of its own accord just then is none.
+    # Of the requests in flight at that moment only streams are cut, and one may end by itself just then.
     tries = (tried("server-restart", tmp_path, 1).failures for _ in range(5))
     assert any(failure.startswith("SIGTERM: {'cut'") for failures in tries for failure in failures)

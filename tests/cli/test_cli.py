@@ -181,7 +181,7 @@ def test_an_interrupted_demo_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         main(["demo", "--out", str(tmp_path)])
     assert stop.value.code == 130
-    assert capsys.readouterr().err.endswith(f"every run in {tmp_path} is saved; repeat the command to go on\n")
+    assert capsys.readouterr().err.endswith(f"every run in {tmp_path} is saved; repeat the command to continue\n")
 
 
 @pytest.mark.slow

@@ -69,8 +69,8 @@ def test_the_temperatures_at_the_ends(temperature, run, capsys):
         (TOKENDEPTH, ["bench", "forward", "--processes", "9" * 30], "expected a number from 1 to 1000"),
         (TOKENDEPTH, ["train", "demo.tsa", "--train.steps", "1e30"], "train.steps is '1e30'; expected a whole number"),
         (TOKENDEPTH, ["train", "demo.tsa", "--train.steps", "9" * 5000], "more characters]999"),
-        (TOKENDEPTH, ["evaluate", "a\0b"], r"'a\x00b' has a character that no text and no file name may have"),
-        (TOKENDEPTH, ["report", "x", "--out", "\ud800"], r"'\ud800' has a character that no text and no file"),
+        (TOKENDEPTH, ["evaluate", "a\0b"], r"'a\x00b' has a character that is not allowed in text or file names"),
+        (TOKENDEPTH, ["report", "x", "--out", "\ud800"], r"'\ud800' has a character that is not allowed in text"),
         (TOKENDEPTH, ["report", "x", "--out", "a/" * 600], "too long for a name on this disk"),
         (TOKENDEPTH, ["evaluate", "a b " * 300], "the run folder is 'a b "),
     ],
@@ -83,12 +83,15 @@ def test_odd_values(of, words, said, capsys):
     ("words", "said"),
     [
         (["--budget", "1.2"], "--budget is 1.2; expected a number above 0 and up to 1"),
-        (["--method", "drop", "--begin", "1"], "--begin is of --method span, but the method is drop; drop it"),
+        (
+            ["--method", "drop", "--begin", "1"],
+            "--begin is an option of --method span, but the method is drop; drop it",
+        ),
         (["--train.steps", "0"], "train.steps is 0; expected"),
         (["--rank", "0"], "rank is 0; expected a number from 1 to 100000; set it with --rank"),
         (["--distill", "2"], "distill is 2.0; expected a number from 0 to 1; set it with --distill"),
         (["--routers-first", "2"], "set it with --routers-first"),
-        (["--no-bypass", "--method", "drop"], "--no-bypass is of --method span"),
+        (["--no-bypass", "--method", "drop"], "--no-bypass is an option of --method span"),
         (["--router", "foo"], "router is 'foo'; expected one of kl, teacher, loss, update, straight, dice"),
         (["--router", "dice", "--method", "drop"], "--router is 'dice', but the method is drop"),
     ],
@@ -103,11 +106,14 @@ def test_options_of_a_retrofit_that_do_not_fit_each_other(words, said, capsys):
     [
         (
             ["training", "--fractions", "7"],
-            "--fractions is of bench forward and decode, not of bench training",
+            "--fractions is an option of bench forward and decode, not of bench training",
         ),
-        (["serve", "--run", "r", "--processes", "2"], "--processes is of bench forward, not of bench serve; drop it"),
-        (["decode", "--corpus", "text:x"], "--corpus is a text for a run; name the run with --run, or drop it"),
-        (["forward", "--run", "r", "--shapes", "paper"], "--shapes is of random decisions, and a run has its own"),
+        (
+            ["serve", "--run", "r", "--processes", "2"],
+            "--processes is an option of bench forward, not of bench serve; drop it",
+        ),
+        (["decode", "--corpus", "text:x"], "--corpus is a text for a run; name the run with --run, or drop --corpus"),
+        (["forward", "--run", "r", "--shapes", "paper"], "--shapes is for random decisions, and a run has its own"),
     ],
     ids=" ".join,
 )
@@ -193,7 +199,7 @@ def test_too_many_open_files(error, capsys, monkeypatch):
         raise error
 
     monkeypatch.setattr("tokendepth.training.loop.train", exhausted)
-    assert "too many files are open; what was saved is intact; allow more" in refused(capsys, "train", "demo.tsa")
+    assert "too many files are open; what was saved is intact; raise the limit" in refused(capsys, "train", "demo.tsa")
 
 
 @pytest.mark.slow
@@ -237,7 +243,7 @@ def test_a_study_that_is_interrupted_recommends_no_option_it_does_not_have(
         main([*command, "--quick", "--out", str(tmp_path)], PAPER)
     assert stop.value.code == 130
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said == f"tokendepth: SIGINT: every run in {tmp_path} is saved; repeat the command to go on"
+    assert said == f"tokendepth: SIGINT: every run in {tmp_path} is saved; repeat the command to continue"
 
 
 # --- the installation -------------------------------------------------------------------------------------------------

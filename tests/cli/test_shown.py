@@ -1,4 +1,4 @@
-"""Whoever waits for a command is told what it does, how far it is and how long it takes; stdout is left to results."""
+"""Commands show what they do, their progress and the time left; stdout is only for results."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def run(tmp_path_factory) -> Run:
 
 @pytest.fixture
 def small(tmp_path, monkeypatch) -> None:
-    """Of bench: small shapes, few repeats, no compiler, a cache of its own."""
+    """For bench: small shapes, few repeats, no compiler, a separate cache."""
     monkeypatch.setenv("TOKENDEPTH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(forward, "SHAPES", {"paper": forward.Shape(SHAPE, (1, 2))})
     monkeypatch.setattr(forward, "REPEATS", {})
@@ -45,14 +45,14 @@ def test_evaluate(run, log, capsys):
     main(["evaluate", str(run.path), "--budget", "0.5", "--json", "--device", "cpu"])
     assert json.loads(capsys.readouterr().out)["budget"] == 0.5, "stdout is one JSON object"
     log.check_told(f"evaluating {run.path}", "tokens")
-    log.check_told("finding the thresholds of budget 0.5", "passes of a block")
+    log.check_told("finding thresholds for budget 0.5", "block passes")
     for note in ("hard", "sparse", "random decisions hard", "untrained router soft", "timing"):
         assert any(f", {note}, " in line for line in log.about("evaluating")), note
 
 
 @pytest.mark.parametrize("method", METHOD_CONFIGS)
 def test_an_evaluation_counts_what_it_is_going_to_do(method, tmp_path, log):
-    """With its curve and all controls, of every method."""
+    """For every method, with its curve and all controls."""
     run = train(tiny(tmp_path, METHOD_CONFIGS[method](), steps=1, n_layer=4), tmp_path / "run", show=False)
     evaluate(run, timing=False, curve=has_curve(run.config), tokens=64, device="cpu", show=True)
     log.check_told("evaluating", "tokens")
@@ -66,13 +66,13 @@ def test_an_evaluation_is_quiet_where_nobody_asked(run, log):
 def test_calibrate(run, log):
     main(["calibrate", str(run.path), "--budget", "0.7"])
     log.about(f"reading {run.path} and its corpus")
-    log.check_told("finding the thresholds of budget 0.7", "passes of a block")
+    log.check_told("finding thresholds for budget 0.7", "block passes")
 
 
 def test_generate(run, log):
     main(["generate", str(run.path), "--budget", "0.3", "--tokens", "2"])
     log.about("reading the corpus")
-    log.check_told("finding the thresholds of budget 0.3", "passes of a block")
+    log.check_told("finding thresholds for budget 0.3", "block passes")
 
 
 def test_describe_and_doctor(log, capsys):
@@ -80,7 +80,7 @@ def test_describe_and_doctor(log, capsys):
     assert json.loads(capsys.readouterr().out)["parameters"] > 0
     log.about("describing demo.tsa")
     main(["doctor"])
-    log.about("examining the installation")
+    log.about("checking the installation")
 
 
 @pytest.mark.usefixtures("small")

@@ -1,4 +1,4 @@
-"""Every test has a cache folder of its own, no TOKENDEPTH_DATA and no network."""
+"""Every test has its own cache folder, no TOKENDEPTH_DATA and no network."""
 
 import os
 import urllib.error

@@ -64,7 +64,7 @@ def gpt2_tree(prefix=False):
 
 
 def llama_tree():
-    """As sentencepiece has it: a mark for every space and before the text, bytes for characters without a token."""
+    """As in sentencepiece: a mark for every space and before the text, bytes for characters without a token."""
     bytes_ = {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     words = ["▁", "a", "b", "é", "l", "i", "n", "e", "t", "s", "li", "ne", "▁line", "line", "▁a", "it", "▁it", "ab"]
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | bytes_ | {word: 259 + n for n, word in enumerate(words)}
@@ -273,7 +273,7 @@ def test_segments_end_between_words_or_lines_by_hand(short_segments):
         "nine ten",
     ]
     assert list(segments(["one, two; 3 4 5\n\nsix\n  seven\n\neight_ 9 ten eleven"])) == [
-        "one, two; 3 4 5\n\n",  # no boundary up to the twentieth character, so after the last line
+        "one, two; 3 4 5\n\n",  # no boundary up to the twentieth character, so it ends after the last line
         "six\n  seven\n\n",
         "eight_ 9 ten",
         " eleven",
@@ -296,7 +296,7 @@ def test_the_ids_do_not_depend_on_the_pieces(anybodys, text, size):
     words=st.lists(st.sampled_from(["a", "line", "it's", "Größe", "42", "中文", "...", "«x»", "a\nline"]), max_size=60)
 )
 def test_the_ids_are_those_of_the_whole_text(anybodys, words):
-    """Where every segment finds a boundary, which only a text of very long words or lines does not."""
+    """If every segment finds a boundary, which fails only for text with very long words or lines."""
     text = " ".join(words)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bpe, "SEGMENT", 8)
@@ -386,7 +386,7 @@ def test_training_reads_no_more_than_it_needs(monkeypatch, short_segments):
     assert 200 <= read < 300
 
 
-# --- what is no tokenizer ---------------------------------------------------------------------------------------------
+# --- invalid tokenizers -----------------------------------------------------------------------------------------------
 
 
 def damaged(tree, path, value):

@@ -32,7 +32,7 @@ def test_stdlib_is_two_megabytes_of_ascii_code_and_always_the_same():
 
 @pytest.fixture
 def stdlib(tmp_path, monkeypatch):
-    """A function that makes a standard library of the given files."""
+    """A function that makes a standard library with the given files."""
     root = tmp_path / "stdlib"
     root.mkdir()
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(root))
@@ -98,7 +98,7 @@ def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
     def denied(path, mode, **how):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(files, "open", denied, raising=False)  # root may read anything, so its mode would not do
+    monkeypatch.setattr(files, "open", denied, raising=False)  # not by file mode, since root may read anything
     assert "cannot be read (Permission denied)" in refused(tmp_path / "secret")
 
 
@@ -171,7 +171,7 @@ def test_enwik8(published_data, monkeypatch):
     text = data.tokenizer.decode(data.ids[:4_100_000])
     assert raw.ids[: len(text.encode())].tobytes() == text.encode()
 
-    monkeypatch.delenv("TOKENDEPTH_DATA")  # neither source nor network from here on
+    monkeypatch.delenv("TOKENDEPTH_DATA")  # from here on, neither source nor network is available
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", _SECOND_LOAD], cwd=root, capture_output=True, text=True, check=True)
     seconds, megabytes = map(float, done.stdout.split())

@@ -26,7 +26,7 @@ real_urlopen = urllib.request.urlopen
 
 @pytest.fixture(autouse=True)
 def small_corpora(monkeypatch):
-    """enwik8 and shakespeare with a small content in place of their own."""
+    """enwik8 and shakespeare with small content instead of their own."""
     for name in ("enwik8", "shakespeare"):
         small = {"sha256": hashlib.sha256(CONTENT).hexdigest(), "size": len(CONTENT)}
         if name == "enwik8":
@@ -37,7 +37,7 @@ def small_corpora(monkeypatch):
 def zipped(content, member="enwik8"):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(zipfile.ZipInfo(member), content, zipfile.ZIP_DEFLATED)  # without the time of day
+        archive.writestr(zipfile.ZipInfo(member), content, zipfile.ZIP_DEFLATED)  # without a timestamp
     return file.getvalue()
 
 
@@ -51,7 +51,7 @@ def data_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def serve(tmp_path, monkeypatch):
-    """A function that puts bytes at the address of enwik8, on a server of this machine."""
+    """A function that serves bytes at the address of enwik8, from a server on this machine."""
     folder = tmp_path / "served"
     folder.mkdir()
 

@@ -1,4 +1,4 @@
-"""Building the tokens of a text takes the memory of its pieces, not of the text."""
+"""Building the tokens of a text takes memory for its pieces, not for the whole text."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 MEGABYTES = 60
 
-# The peak is reset where Linux lets us, so that what the imports took does not hide what the corpus took.
+# The peak is reset if Linux allows it, so that the imports do not hide what the corpus takes.
 _BUILD = """
 import json, sys
 from tokendepth.config import DataConfig
@@ -57,7 +57,7 @@ def test_memory_does_not_grow_with_the_text(long_text, cache, tokens, allowed):
         pytest.skip("this system does not tell the peak of a part of a program")
     if tokens.startswith("bpe"):
         pytest.importorskip("tokenizers")
-        with open(long_text, "rb") as whole:  # an eighth shows the same, sooner
+        with open(long_text, "rb") as whole:  # an eighth shows the same, faster
             long_text = cache.parent / "eighth"
             long_text.write_bytes(whole.read(MEGABYTES * 10**6 // 8))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Something else in the place of a corpus, a tokenizer or the cached tokens: one line, at once, in little memory.
+"""Anything but a file in place of a corpus, a tokenizer or cached tokens: a one-line error, at once, in little memory.
 
 RELIABILITY 25.
 """
@@ -49,7 +49,7 @@ def test_in_the_place_of_a_published_corpus(kind, name, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     SPECIAL[kind](tmp_path / "data" / name)
     message = refused(DataConfig("shakespeare" if "shakespeare" in name else "enwik8"))
-    # A folder of that name may be what somebody keeps the corpus in: it is none, and a download is tried.
+    # A folder of that name may be where the user keeps the corpus; it is not the corpus, so a download is tried.
     assert str(tmp_path / "data" / ("" if "folder" in kind else name)) in message
 
 

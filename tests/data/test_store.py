@@ -34,7 +34,7 @@ def cached(cache, suffix):
 
 
 def loaded_to_memory(config):
-    """A damaged file must not reach the dataset that it is compared with."""
+    """A damaged file must not affect the dataset that it is compared with."""
     data = load(config)
     return dataclasses.replace(data, ids=np.array(data.ids))
 

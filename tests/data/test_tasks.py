@@ -1,4 +1,4 @@
-"""Tasks are read as they were written, from files and from the wheel; what is none is answered in one line."""
+"""Tasks are read from files and from the wheel; anything else gives a one-line error."""
 
 import gzip
 import json
@@ -91,7 +91,7 @@ def test_a_line_that_is_no_item_is_named(tmp_path, line):
     ("name", "content", "words"),
     [
         ("none", None, "no such folder or file; name a folder of TASK.jsonl files"),
-        ("notes.txt", b"text", "is no file of tasks; name a folder"),
+        ("notes.txt", b"text", "is not a file of tasks; name a folder"),
         ("sun.jsonl", b"", "is empty"),
         ("sun.jsonl", b"\xff\xfe\n", "cannot be read"),
         ("sun.jsonl.gz", b"no gzip", "cannot be read"),

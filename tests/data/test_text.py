@@ -22,13 +22,13 @@ def dataset(content, tokens="byte", **kwargs):
 
 
 def counting(length):
-    """A corpus in which a token's value tells its place."""
+    """A corpus in which a token's value is its position."""
     assert length <= 256
     return dataset(bytes(range(length)))
 
 
 class Beginning(ByteTokenizer):
-    """Of texts that begin with two tokens of their own."""
+    """A tokenizer that begins every text with two special tokens."""
 
     begins = (7, 9)
 
@@ -119,7 +119,7 @@ def test_seed_and_step_both_change_the_batch():
 
 
 def test_batches_stay_the_same_between_versions():
-    """The raw bits of PCG64 are fixed for ever; a change here would change every run's data."""
+    """The raw bits of PCG64 never change; a change here would change every run's data."""
     inputs, _ = batch(counting(200), batch_size=4)
     assert inputs[:, 0].tolist() == [147, 55, 2, 96]
 
@@ -144,7 +144,7 @@ def test_targets_are_the_next_tokens_and_never_leave_the_train_split():
 
 
 def test_every_start_can_be_drawn_the_last_one_too():
-    data = counting(80)  # 64 tokens to train on: starts 0 to 56 for 7 of context and one target
+    data = counting(80)  # 64 training tokens: starts 0 to 56 for a context of 7 and one target
     starts = {int(start) for step in range(200) for start in batch(data, step=step)[0][:, 0]}
     assert starts == set(range(57))
 
@@ -197,7 +197,7 @@ def test_a_passage_is_the_start_of_a_split():
 
 
 def test_bytes_per_token_of_a_part_are_those_of_its_tokens(tmp_path):
-    """Else bits per byte of a look at the first tokens would be by the bytes of other text."""
+    """Otherwise bits per byte of the first tokens would use the bytes of other text."""
     path = tmp_path / "text.txt"
     path.write_text("a" * 725 + "\u2013" * 40 + "a" * 135, encoding="utf-8")  # val: 5 of 1 byte, 40 of 3, 45 of 1
     dataset = load(DataConfig(f"text:{path}"))

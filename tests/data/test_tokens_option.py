@@ -1,4 +1,4 @@
-"""`data.tokens`: what the config takes, and what a corpus is by each kind of tokens."""
+"""`data.tokens`: valid values, and the corpus in each kind of tokens."""
 
 import dataclasses
 import hashlib
@@ -48,7 +48,7 @@ def test_every_kind_is_taken(tokens):
         ("bpe8192", "did you mean 'bpe:N'?"),
         ("byte:256", "no such tokens"),
         ("tokenizer", "did you mean 'tokenizer:PATH'?"),
-        ("my/tokenizer.json", "name your own tokenizer as 'tokenizer:my/tokenizer.json'"),
+        ("my/tokenizer.json", "write 'tokenizer:my/tokenizer.json' for a tokenizer of your own"),
         ("bpe:", "expected a whole number after the colon, as in bpe:8192"),
         ("bpe:many", "expected a whole number after the colon, as in bpe:8192"),
         ("bpe:8k", "expected a whole number after the colon, as in bpe:8192"),
@@ -57,8 +57,8 @@ def test_every_kind_is_taken(tokens):
         ("bpe:0512", "expected a whole number after the colon, as in bpe:8192"),
         ("bpe:\u0665\u0665\u0665", "expected a whole number after the colon, as in bpe:8192"),
         ("bpe:512\n", "expected a whole number after the colon, as in bpe:8192"),
-        ("bpe:0", "expected 256 tokens or more, since each of the 256 bytes is one"),
-        ("bpe:255", "expected 256 tokens or more, since each of the 256 bytes is one"),
+        ("bpe:0", "expected 256 tokens or more, since each of the 256 bytes is a token"),
+        ("bpe:255", "expected 256 tokens or more, since each of the 256 bytes is a token"),
         ("bpe:1000001", "expected 1,000,000 tokens or fewer"),
         ("bpe:" + "9" * 5000, "expected 1,000,000 tokens or fewer"),
         ("tokenizer:", "expected a path after the colon; set it with --data.tokens tokenizer:PATH"),

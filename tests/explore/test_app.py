@@ -1,4 +1,4 @@
-"""Over HTTP: the page's files, what it asks for, and one clear line for whatever cannot be had."""
+"""Over HTTP: the page's files, its requests, and one-line errors."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from tokendepth.runs.run import Run
 
 pytestmark = pytest.mark.xdist_group("explore")
 ROOT = Path(__file__).resolve().parents[2]
-VENDORED = {  # files of others, as they were published: htm 3.1.1 (preact/standalone.module.js), uPlot 1.6.32
+VENDORED = {  # third-party files, unmodified: htm 3.1.1 (preact/standalone.module.js), uPlot 1.6.32
     "preact.js": "72284e8e9079c87817145df1110f74e8a2aa040b2fc384922e18dfcb46fc1fd7",
     "uplot.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uplot.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
@@ -75,9 +75,9 @@ def test_nothing_else_can_be_read(page, path):
 
 
 def test_nothing_comes_from_elsewhere():
-    """No script or style of ours names another host; the one address there names the format of pictures."""
+    """None of our scripts and styles names another host; the only URL is the SVG namespace."""
     for path in PAGE.iterdir():
-        if path.name in VENDORED:  # of these the browser keeps the promise: see the policy above, and test_page.py
+        if path.name in VENDORED:  # the browser enforces it for these: see the policy above and test_page.py
             continue
         found = set(re.findall(r"""(?:https?:)?//[\w.-]+\.\w+[\w/]*""", path.read_text(encoding="utf-8")))
         assert {each for each in found if "www.w3.org" not in each} == set(), path.name
@@ -98,7 +98,7 @@ def test_the_colours_are_the_reports():
     assert f'"{ACTIVE}", "{SKIPPED}"' in saving
 
 
-# --- what it asks for -------------------------------------------------------------------------------------------------
+# --- the page's requests ----------------------------------------------------------------------------------------------
 
 
 def test_runs_and_texts(page):
@@ -142,22 +142,22 @@ def test_curves_and_tables_are_read_anew(run_of, tmp_path):
         assert answer(page, "/runs/0/look", {"text": "green", "execution": "soft", "point": None})[0] == 200
 
 
-# --- what cannot be had -----------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        (b"{", 400, "the body is not understood"),
-        (b"[" * 2000, 400, "the body is not understood"),
-        ([], 400, "the body is not understood"),
-        ({"text": "a", "execution": "sparse"}, 400, "the body is not understood"),
-        ({"text": 5, "execution": "sparse", "point": None}, 400, "text is no text"),
+        (b"{", 400, "the body is invalid"),
+        (b"[" * 2000, 400, "the body is invalid"),
+        ([], 400, "the body is invalid"),
+        ({"text": "a", "execution": "sparse"}, 400, "the body is invalid"),
+        ({"text": 5, "execution": "sparse", "point": None}, 400, "text is invalid"),
         ({"text": "a", "execution": "soft", "point": None}, 400, "expected one of hard, sparse"),
         ({"text": "a", "execution": ["x"], "point": None}, 400, "expected one of hard, sparse"),
         ({"text": "a", "execution": "sparse", "point": 0.123}, 400, "expected null or one of 0.2, "),
         ({"text": "a", "execution": "sparse", "point": [1]}, 400, "expected null or one of 0.2, "),
-        ({"text": "", "execution": "sparse", "point": None}, 400, "there is no text"),
+        ({"text": "", "execution": "sparse", "point": None}, 400, "the text is empty"),
         ({"text": "\u2603", "execution": "sparse", "point": None}, 400, "'\u2603'"),
         ({"text": "\ud800", "execution": "sparse", "point": None}, 400, "is not among the corpus's"),
         ({"text": "a" * 20000, "execution": "sparse", "point": None}, 400, "the text has 20,000 tokens"),
@@ -184,4 +184,4 @@ def test_on_the_command_line(tmp_path, run_of):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(UserError) as caught:
             explore([run_of("dense").path], port=taken.getsockname()[1], device="cpu", browser=False)
-        assert "cannot be taken" in one_line(caught.value)
+        assert "cannot listen on port" in one_line(caught.value)

@@ -1,4 +1,4 @@
-"""What the page is told of a text is what the model computes for it."""
+"""The results for the page are what the model computes."""
 
 import threading
 
@@ -82,8 +82,8 @@ def test_thresholds_re_route_one_text_alone(model_of):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "there is no text; type at least one character"),
-        ("a" * (MOST_TOKENS + 1), f"the text has {MOST_TOKENS + 1:,} tokens; expected {MOST_TOKENS:,} at most"),
+        ("", "the text is empty; type at least one character"),
+        ("a" * (MOST_TOKENS + 1), f"the text has {MOST_TOKENS + 1:,} tokens; expected at most {MOST_TOKENS:,}"),
         ("green \u2603", "'\u2603'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The page in a real browser: typing, pointing, sliding, writing, comparing, saving; and what must not happen."""
+"""The page in a real browser: typing, pointing, budgets, generating, comparing, saving; and hostile text."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 NAME = '<img src=x onerror="document.title=1">'
-"""Of a run's folder: a name is no markup."""
+"""The name of a run's folder must not act as markup."""
 HOSTILE = [
     "<script>document.title = 'owned'</script>", "<img src=x onerror=alert(1)>", "<svg/onload=alert(1)>", "</textarea>",
     "</span><b>bold</b>", "<!-- -->", "-->", "]]>", "<![CDATA[x]]>", "&lt;b&gt;", "&amp;", "&#60;script&#62;", "&",
@@ -52,7 +52,7 @@ def browser() -> Iterator:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Iterator:
-    """Two runs on bytes, which can read any text; the first one has a dial, the second a soft execution."""
+    """Two byte-level runs, which accept any text; the first has a dial, the second a soft execution."""
     folder = tmp_path_factory.mktemp("explored")
     runs = [
         train(tiny(folder, METHODS[method], steps=4, n_layer=4, context=64, tokens="byte"), folder / name, show=False)
@@ -69,7 +69,7 @@ def page(browser, site) -> Iterator:
 
 
 def opened(browser, site, **how) -> Iterator:
-    """A page that asks nobody but the server, shows no dialog and reports no error."""
+    """A page; afterwards, it must have made no other requests, shown no dialog and reported no error."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, **how)
     page = context.new_page()
     page.set_default_timeout(20_000)
@@ -86,7 +86,7 @@ def opened(browser, site, **how) -> Iterator:
 
 
 def expected(said) -> bool:
-    """Whether a message of the browser is a problem; that an answer was a refusal is none."""
+    """Whether a browser message counts as a problem; responses with a 4xx status do not."""
     return said.type in ("error", "warning") and "the server responded with a status of 4" not in said.text
 
 
@@ -95,7 +95,7 @@ def panel(page, number: int = 0):
 
 
 def typed(page, text: str, tokens: int | None = None, number: int = 0) -> None:
-    """Until it was read."""
+    """Enter a text and wait for its result."""
     page.fill("#text", text)
     count = len(text.encode()) if tokens is None else tokens
     playwright.expect(panel(page, number).locator(".token")).to_have_count(count)
@@ -106,7 +106,7 @@ def summary(page, number: int = 0):
 
 
 def alone(page) -> None:
-    page.locator("#run-2").select_option("nothing")
+    page.locator("#run-2").select_option("no other run")
     playwright.expect(page.locator("main .panel")).to_have_count(1)
 
 
@@ -119,7 +119,7 @@ def test_typing_colours_every_token(page, site):
     assert "".join(panel(page).locator(".token b").all_inner_texts()) == text
     expected = site.explored[0].look(text, "sparse", None)
     playwright.expect(summary(page)).to_contain_text("sparse, budget 0.4: 50 tokens;")
-    playwright.expect(summary(page)).to_contain_text(f"{100 * expected['active_fraction']:.1f}% of the routed work")
+    playwright.expect(summary(page)).to_contain_text(f"active fraction {100 * expected['active_fraction']:.1f}%")
     playwright.expect(summary(page)).to_contain_text(f"loss {expected['loss']:.3f} nats per token")
     routed = [row for row, where in zip(expected["work"], expected["sites"], strict=True) if where["routed"]]
     depths = [sum(row[t] for row in routed) / len(routed) for t in range(50)]
@@ -140,7 +140,7 @@ def test_pointing_and_keys_show_what_is_known_of_a_token(page, site):
     playwright.expect(detail.locator("code").first).to_have_text("g")
     share = found["expected"][3][0][1]
     playwright.expect(detail.locator("li").first).to_contain_text(f"{100 * share:.1f}%")
-    decisions = ["worked on" if row[4] else "skipped" for row in found["work"][1:]]
+    decisions = ["processed" if row[4] else "skipped" for row in found["work"][1:]]
     assert [words.strip() for words in detail.locator("dd").all_inner_texts()] == decisions
     passage = panel(page).locator(".passage")
     passage.focus()
@@ -148,7 +148,7 @@ def test_pointing_and_keys_show_what_is_known_of_a_token(page, site):
         passage.press(key)
         playwright.expect(detail).to_contain_text(f"token {place + 1}")
         playwright.expect(panel(page).locator(".chosen")).to_have_attribute("data-place", str(place))
-    playwright.expect(detail).to_contain_text("the first: nothing is before it")
+    playwright.expect(detail).to_contain_text("the first: it has no surprisal")
 
 
 def test_soft_hard_and_sparse(page):
@@ -170,11 +170,11 @@ def test_sliding_the_budget_routes_anew(page, site):
     slider = panel(page).get_by_role("slider")
     slider.focus()
     slider.press("End")
-    playwright.expect(summary(page)).to_contain_text("budget 1: 60 tokens; 100.0% of the routed work is done")
+    playwright.expect(summary(page)).to_contain_text("budget 1: 60 tokens; active fraction 100.0%")
     slider.press("Home")
     low = min(site.explored[0].points)
     share = site.explored[0].look(TEXT[:60].replace("\u2013", "-"), "sparse", low)["active_fraction"]
-    playwright.expect(summary(page)).to_contain_text(f"budget {low:g}: 60 tokens; {100 * share:.1f}% of the routed")
+    playwright.expect(summary(page)).to_contain_text(f"budget {low:g}: 60 tokens; active fraction {100 * share:.1f}%")
     panel(page).get_by_label("colour by").select_option("block 2")
     playwright.expect(panel(page).locator(".legend")).not_to_contain_text("by all routers")
 
@@ -195,7 +195,8 @@ def test_a_text_is_written_with_its_depth_and_kept(page):
     playwright.expect(panel(page).locator(".detail dd")).to_have_count(3)
     panel(page).get_by_role("button", name="Keep it").click()
     playwright.expect(written).to_have_count(0)
-    assert len(page.input_value("#text")) >= len("ten green bottles") + 6  # bytes that are no text are one character
+    # Each invalid byte sequence becomes one character.
+    assert len(page.input_value("#text")) >= len("ten green bottles") + 6
 
 
 @pytest.mark.parametrize("by", ["the button", "another text"])
@@ -282,7 +283,7 @@ def test_hostile_texts_are_texts(page):
     for text in ("\n".join(HOSTILE[n : n + 5]) for n in range(0, 50, 5)):
         page.fill("#text", text)
         pieces = "".join(tokenizer.pieces(tokenizer.encode(page.input_value("#text"))))
-        page.wait_for_function(SHOWN, arg=pieces)  # fails after a while
+        page.wait_for_function(SHOWN, arg=pieces)  # fails after a timeout
         panel(page).locator(".token").first.hover()
         assert page.locator("script, iframe, img, base, form, template").count() == elements, text
         assert page.title() == title
@@ -291,7 +292,7 @@ def test_hostile_texts_are_texts(page):
 def test_a_very_long_paste_is_refused_and_the_page_goes_on(page):
     page.fill("#text", "lorem ipsum " * 1700)
     message = panel(page).get_by_role("alert")
-    playwright.expect(message).to_contain_text(f"the text has 20,400 tokens; expected {MOST_TOKENS:,} at most")
+    playwright.expect(message).to_contain_text(f"the text has 20,400 tokens; expected at most {MOST_TOKENS:,}")
     typed(page, "ten")
     playwright.expect(message).to_have_count(0)
 
@@ -313,7 +314,7 @@ def test_as_long_a_text_as_is_taken_stays_responsive(page):
 def test_an_empty_text(page):
     typed(page, "ten")
     page.fill("#text", "")
-    playwright.expect(panel(page).get_by_role("alert")).to_have_text("there is no text; type at least one character")
+    playwright.expect(panel(page).get_by_role("alert")).to_have_text("the text is empty; type at least one character")
 
 
 def test_a_server_that_is_gone_is_said(browser, run_of):
@@ -325,7 +326,7 @@ def test_a_server_that_is_gone_is_said(browser, run_of):
         page.fill("#text", "\u2603")
         playwright.expect(panel(page).get_by_role("alert")).to_contain_text("'\u2603'")
     page.fill("#text", "ten")
-    playwright.expect(panel(page).get_by_role("alert")).to_contain_text("The server does not answer; start it again")
+    playwright.expect(panel(page).get_by_role("alert")).to_contain_text("The server does not respond; start it again")
     context.close()
 
 

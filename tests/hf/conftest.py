@@ -1,4 +1,4 @@
-"""What the tests of tokendepth.hf share: transformers, without its progress bars, in one worker."""
+"""Shared by the tests of tokendepth.hf: transformers without progress bars, in one worker."""
 
 import pytest
 
@@ -17,6 +17,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet():
-    """Its progress bars and advice are not what is tested."""
+    """Silences progress bars and advice of transformers."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

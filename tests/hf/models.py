@@ -1,4 +1,4 @@
-"""Model folders of Hugging Face as small as they can be, written without transformers."""
+"""Tiny Hugging Face model folders, written without transformers."""
 
 import json
 from functools import cache
@@ -33,7 +33,7 @@ BEGIN, END = "<s>", "</s>"
 
 @cache
 def tokenizer_json() -> str:
-    """Byte-level BPE whose first two tokens are special; of 302, two fewer than the model has."""
+    """Byte-level BPE with 302 tokens, two fewer than the model; the first two are special."""
     tree = json.loads(train_bpe([TEXT], 300).text)
     special = {BEGIN: 0, END: 1}
     tree["model"]["vocab"] = special | {name: token + 2 for name, token in tree["model"]["vocab"].items()}
@@ -43,7 +43,7 @@ def tokenizer_json() -> str:
 
 
 def beginning(tree: dict[str, Any]) -> dict[str, Any]:
-    """The same tokenizer, which puts the first token before every text."""
+    """The same tokenizer, but it prepends the first token to every text."""
     template = [{"SpecialToken": {"id": BEGIN, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     special = {BEGIN: {"id": BEGIN, "ids": [0], "tokens": [BEGIN]}}
     post = {"type": "TemplateProcessing", "single": template, "pair": template, "special_tokens": special}
@@ -51,7 +51,7 @@ def beginning(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def weights(config: dict[str, Any]) -> dict[str, Tensor]:
-    """Random, in bfloat16, as most checkpoints have them."""
+    """Random weights in bfloat16, like most checkpoints."""
     dice = torch.Generator().manual_seed(0)
     d, ff, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     kv = config["num_key_value_heads"] * d // heads
@@ -67,7 +67,7 @@ def weights(config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def write_llama(folder: Path, *, begins: bool = False, **changes: Any) -> Path:
-    """A tiny Llama with its tokenizer; `changes` are of its config.json, a value of None removes a key."""
+    """A tiny Llama with its tokenizer; `changes` to its config.json, where None removes a key."""
     folder.mkdir(parents=True)
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
@@ -79,7 +79,7 @@ def write_llama(folder: Path, *, begins: bool = False, **changes: Any) -> Path:
 
 
 def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """In two files, with their index."""
+    """Write two shards and their index."""
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
     index = {name: f"model-0000{1 + n % 2}-of-00002.safetensors" for n, name in enumerate(names)}

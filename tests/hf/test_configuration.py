@@ -1,4 +1,4 @@
-"""TokenDepthConfig is as strict as a run's config, and keeps all of it."""
+"""TokenDepthConfig is as strict as a run's config and keeps all of its fields."""
 
 import json
 
@@ -56,7 +56,7 @@ def test_others_ask_by_their_names():
         ({"method": {"name": "tas"}}, "method.name is 'tas': no such method; did you mean 'tsa'?"),
         ({"method": {"name": "tsa", "budget": 0.5}}, "method.budget: unknown key"),
         ({"method": {"name": "mor"}, "model": {"n_layer": 5}}, "model.n_layer is 5"),
-        ({"format_version": 99}, "newer than this tokendepth reads"),
+        ({"format_version": 99}, "newer than this tokendepth can read"),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_line(options, said):

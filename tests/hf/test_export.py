@@ -1,4 +1,4 @@
-"""tokendepth export: a folder that transformers loads, with the run's ids and logits, written whole or not at all."""
+"""tokendepth export: transformers loads the folder with the run's ids and logits; it is written atomically."""
 
 import json
 import os
@@ -28,7 +28,7 @@ KINDS = ("char", "byte", "bpe:300", "tokenizer")
 
 def run_of(folder: Path, tokens: str = "char", method=None, **changes) -> td.Run:
     config = tiny(folder, method, steps=2, **changes)
-    if tokens == "tokenizer":  # somebody's, which puts a token before every text
+    if tokens == "tokenizer":  # a user's tokenizer that prepends a token to every text
         tree = json.loads(train_bpe([TEXT], 280).text)
         tree["added_tokens"] = [{"id": 280, "content": "<s>", "special": True, "single_word": False, "lstrip": False,
                                  "rstrip": False, "normalized": False}]  # fmt: skip
@@ -77,7 +77,7 @@ def test_ids_text_and_logits_are_the_runs(kind, runs, tmp_path):
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_an_imported_model_goes_out_as_it_came_in(begins, tmp_path):
-    """Beginning and end of a text and the chat template, too."""
+    """Including tokens at the beginning and end of a text, and the chat template."""
     theirs = write_llama(tmp_path / "theirs", begins=begins)
     td.export(td.import_model(theirs, tmp_path / "run"), tmp_path / "out")
     before, after = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("theirs", "out"))
@@ -141,9 +141,9 @@ def test_without_a_recipe_the_card_has_the_config(tmp_path):
 def test_an_export_is_replaced_and_what_is_foreign_is_not(exported, runs, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    td.export(runs["char"], out)  # an empty folder is free
+    td.export(runs["char"], out)  # an empty folder may be used
     (out / "model.safetensors").write_bytes(b"old")
-    (tmp_path / f".tmp-out-{os.getpid() + 1}").mkdir()  # of an export that was killed
+    (tmp_path / f".tmp-out-{os.getpid() + 1}").mkdir()  # left by a killed export
     td.export(runs["char"], out)
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in exported.iterdir())
     assert (out / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
@@ -203,7 +203,7 @@ def test_the_example_that_generates(exported, monkeypatch, capsys):
 
 
 def _shorter(generate):
-    """The toy model has a context of 16 tokens."""
+    """The toy model's context is 16 tokens."""
     return lambda self, *args, **options: generate(self, *args, **{**options, "max_new_tokens": 5})
 
 

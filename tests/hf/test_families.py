@@ -1,4 +1,4 @@
-"""What a config.json means: the shape that comes of it, and what is refused because nobody has understood it."""
+"""From config.json to a shape; configs with unknown keys or values are rejected."""
 
 import math
 from dataclasses import replace
@@ -59,8 +59,8 @@ def test_what_is_taken(changes, expected):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another architecture": ({"model_type": "gpt2"}, "its model_type is 'gpt2': not supported; expected one of llama,"),
     "no type": ({"model_type": None}, "its model_type is None: not supported; expected one of llama,"),
-    "an encoder": ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "'bert': no decoder-only language"),
-    "two halves": ({"model_type": "t5", "is_encoder_decoder": True}, "model_type is 't5': no decoder-only language"),
+    "an encoder": ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "'bert': not a decoder-only language"),
+    "two halves": ({"model_type": "t5", "is_encoder_decoder": True}, "model_type is 't5': not a decoder-only language"),
     "no head": ({"architectures": ["LlamaModel"]}, "its architecture is LlamaModel; expected a model with a language"),
     "gemma2": ({"model_type": "gemma2"}, "norms after each sub-layer, soft caps on logits and local windows"),
     "gemma3": ({"model_type": "gemma3_text"}, "norms after each sub-layer and local windows"),
@@ -104,7 +104,7 @@ def test_a_window_hides_nothing_from_a_context_that_fits_it():
     assert model_config(mistral, context=32).context == 32
     with pytest.raises(UserError, match="a sliding window of 32 tokens"):
         model_config(mistral, context=33)
-    with pytest.raises(UserError, match="a sliding window of 4096 tokens"):  # which transformers takes for granted
+    with pytest.raises(UserError, match="a sliding window of 4096 tokens"):  # the default in transformers
         model_config(tree(model_type="mistral", max_position_embeddings=4097))
 
 

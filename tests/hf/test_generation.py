@@ -1,4 +1,4 @@
-"""generate(): whatever the decoding and the cache, the tokens are those of the native model without a cache."""
+"""generate() gives the native model's tokens without a cache, with every kind of decoding and cache."""
 
 import copy
 
@@ -27,7 +27,7 @@ def test_greedy_with_a_cache_is_the_native_model_without(case, cache):
 @each_case
 @each_cache
 def test_a_left_padded_batch_is_each_prompt_alone(case, cache):
-    """Padding need not be a token: here its id is outside of the vocabulary."""
+    """The padding id may be outside the vocabulary, as here."""
     native, model = pair(case)
     prompts = [tokens(1, length, seed=length)[0] for length in (2, 6, 4)]
     size = native.config.vocab_size
@@ -40,7 +40,7 @@ def test_a_left_padded_batch_is_each_prompt_alone(case, cache):
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_padding_behind_the_vocabulary_is_padding_before_and_after_a_text(masked):
-    """Also where no mask says so, and where a sequence has ended while others go on."""
+    """Also without a mask, and after the end of a sequence while others continue."""
     native, model = pair("tsa")
     prompts, size = [tokens(1, length, seed=length)[0] for length in (3, 5)], native.config.vocab_size
     ids = torch.stack([torch.nn.functional.pad(prompt, (5 - len(prompt), 0), value=size) for prompt in prompts])
@@ -72,7 +72,7 @@ def test_beams_and_samples_are_those_of_a_model_without_a_cache(case):
 
 @each_case
 def test_assisted_decoding_takes_the_same_tokens(case):
-    """By a smaller mind that is often wrong, so that tokens are taken back; and by looking them up in the prompt."""
+    """With an assistant that is often wrong, so that tokens are rejected, and with prompt lookup."""
     native, model = pair(case)
     _, helper = pair(case)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_a_conversation_goes_on_from_its_cache(case):
 @pytest.mark.parametrize("case", ["span", "switch", "mod modern"])
 @torch.no_grad()
 def test_columns_are_taken_back_padding_and_all(case):
-    """As many tokens of each sequence as stood in those columns."""
+    """Removes from each sequence only the tokens that were in those columns."""
     native, model = pair(case)
     cache, ids = model.new_cache(croppable=True), tokens(2, 12, seed=8)
     first = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
@@ -112,7 +112,7 @@ def test_columns_are_taken_back_padding_and_all(case):
     assert cache.get_seq_length() == 7
     assert cache.native.lengths.tolist() == [5, 7]
     cache.batch_select_indices(torch.tensor([1, 0]))
-    cache.crop(torch.tensor(-3))  # as some versions give it
+    cache.crop(torch.tensor(-3))  # as in some versions
     assert cache.native.lengths.tolist() == [4, 2]
     out = model(ids[:, 9:], past_key_values=cache).logits
     for row, tokens_left in ((0, ids[1, :4]), (1, ids[0, 2:4])):
@@ -154,8 +154,8 @@ def test_what_cannot_work_is_refused_in_one_line():
     )
     assert "context is 16" in refused(lambda: model.generate(ids, max_new_tokens=13))
     assert "use generate()" in refused(lambda: model.generate_batch([[1, 2]], max_new_tokens=2))
-    assert "an id is 11; expected 0 to 10" in refused(lambda: model(torch.tensor([[1, 11]])))
-    assert "an id is -1" in refused(lambda: model(torch.tensor([[1, -1]])))
+    assert "token id 11 is out of range; expected 0 to 10" in refused(lambda: model(torch.tensor([[1, 11]])))
+    assert "token id -1 is out of range" in refused(lambda: model(torch.tensor([[1, -1]])))
     assert "[batch, tokens so far]" in refused(lambda: model(ids, attention_mask=torch.ones(1, 1, 5, 5)))
     assert "position_ids" in refused(lambda: model(ids, position_ids=torch.arange(5)[None]))
     cache = model.new_cache()

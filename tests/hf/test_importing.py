@@ -1,4 +1,4 @@
-"""A model folder becomes a finished run, or is refused in one line; without transformers."""
+"""A model folder becomes a finished run or gives a one-line error; without transformers."""
 
 import errno
 import json
@@ -49,7 +49,7 @@ def corpus(tmp_path_factory) -> str:
     return f"text:{path}"
 
 
-# --- what comes of it -------------------------------------------------------------------------------------------------
+# --- the imported run -------------------------------------------------------------------------------------------------
 
 
 def test_it_is_a_finished_run_that_names_its_source(run, llama):
@@ -113,7 +113,7 @@ def test_all_that_works_on_runs_works_on_it(run, corpus, tmp_path, capsys):
 
 
 def test_it_is_timed_on_a_text_that_is_named(run, corpus, tmp_path, monkeypatch):
-    """What is timed, without the minutes that compiling takes."""
+    """Checks what is timed, without minutes of compiling."""
     td.evaluate(run, corpus=corpus, timing=False, device="cpu")
     asked = []
 
@@ -174,7 +174,7 @@ def test_own_tokens_are_those_of_a_run():
 
 
 def test_a_token_that_the_tokenizer_lacks_is_never_generated(llama, tmp_path):
-    """The model has 304 tokens, the tokenizer 302; here the last two are the likeliest by far."""
+    """The model has 304 tokens, the tokenizer 302; here the last two are by far the most likely."""
     tensors = weights(LLAMA)
     tensors["model.embed_tokens.weight"][302:] *= 100
     folder = shutil.copytree(llama, tmp_path / "model")
@@ -188,7 +188,7 @@ def test_a_token_that_the_tokenizer_lacks_is_never_generated(llama, tmp_path):
 
 
 def test_a_text_ends_where_the_model_says(llama, tmp_path):
-    """Every state is the same, and nearest to the end-of-text token."""
+    """Every state is the same here, and closest to the end-of-text token."""
     tensors = {name: torch.zeros_like(weight) for name, weight in weights(LLAMA).items()}
     tensors["model.embed_tokens.weight"][:, 0] = 1
     tensors["model.embed_tokens.weight"][1, 0] = 2
@@ -231,7 +231,7 @@ def test_a_tokenizer_of_another_form_is_refused(change):
 
 
 def test_routers_are_put_into_a_model_of_others(tmp_path, corpus):
-    """From its folder; untrained and at full budget the result is that model, which reads and ends texts as it did."""
+    """Untrained and at full budget, the retrofitted model equals the original, including begin and end of text."""
     folder = write_llama(tmp_path / "model", begins=True)
     changes = {"train.steps": 2, "train.batch_size": 2, "train.lr": 0.0}
     options = {"corpus": corpus, "budget": 0.8, "begin": 1, "length": 1, "context": 32}
@@ -249,7 +249,7 @@ def test_routers_are_put_into_a_model_of_others(tmp_path, corpus):
 
 
 def test_a_base_of_another_model_is_not_taken_for_the_one_that_is_named(tmp_path, corpus):
-    """It was left beside --out by an earlier retrofit, or is a run of the user's."""
+    """The folder next to --out was left by an earlier retrofit, or is a run of the user."""
     one, other = write_llama(tmp_path / "one"), write_llama(tmp_path / "other")
     save_file({name: 2 * weight for name, weight in weights(LLAMA).items()}, other / "model.safetensors")
     import_model(one, tmp_path / "run-base", corpus=corpus)
@@ -260,7 +260,7 @@ def test_a_base_of_another_model_is_not_taken_for_the_one_that_is_named(tmp_path
 
 
 def test_windows_begin_as_texts_begin(tmp_path, corpus):
-    """What begins every text is read in every window and is nobody's target; all else is a target once."""
+    """Every window starts with the begin-of-text token, which is never a target; all others are, once."""
     run = import_model(write_llama(tmp_path / "model", begins=True), tmp_path / "run", corpus=corpus)
     assert tokenizer_of(run).encode_prompt("green") == [0, *tokenizer_of(run).encode("green")]
     assert td.load(run)("green").logits.shape[1] == len(tokenizer_of(run).encode("green")) + 1
@@ -328,7 +328,7 @@ def test_symbols_have_no_other_text(tmp_path, corpus):
         dataset_of(run, corpus)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def damaged(folder: Path, how: str) -> Path:
@@ -462,7 +462,7 @@ def test_what_is_not_written_whole_is_not_there(error, llama, tmp_path, monkeypa
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "replace_bytes", stopped)  # of the weights, after the small files
+        patch.setattr(run_module, "replace_bytes", stopped)  # while writing the weights, after the small files
         with pytest.raises((td.UserError, KeyboardInterrupt)):
             import_model(llama, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []

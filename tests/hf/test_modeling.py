@@ -1,4 +1,4 @@
-"""TokenDepthForCausalLM is the native model: the same weights, the same logits, and files that must fit."""
+"""TokenDepthForCausalLM equals the native model in weights and logits, and rejects files that do not fit."""
 
 import subprocess
 import sys
@@ -62,7 +62,7 @@ def test_padding_on_either_side_changes_no_token(case):
 
 @each_case
 def test_what_is_not_rounded_stays_exact_in_bfloat16(case, tmp_path):
-    """Thresholds above all: one that is rounded decides otherwise."""
+    """Mainly thresholds: rounding one changes decisions."""
     native, model = pair(case)
     for buffer in model.model.buffers():
         if buffer.is_floating_point():
@@ -71,7 +71,7 @@ def test_what_is_not_rounded_stays_exact_in_bfloat16(case, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
     for (name, buffer), (_, own) in zip(model.named_buffers(), loaded.named_buffers(), strict=True):
-        if name.endswith((".frequencies", ".skipping", ".told")):  # not saved, but made again
+        if name.endswith((".frequencies", ".skipping", ".told")):  # not saved but recomputed
             buffer = native.get_buffer(name.removeprefix("model."))
         assert torch.equal(own, buffer), name
     with torch.no_grad():
@@ -155,7 +155,7 @@ def load_elsewhere(folder, first: str = "") -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_folder_names_the_package_it_needs(tmp_path):
-    """Nobody has imported tokendepth.hf there; saved again, the folder is the same, and no code of ours was copied."""
+    """Without importing tokendepth.hf. Saving again gives the same folder, and none of our code is copied."""
     _, model = pair("tsa")
     folder = tmp_path / "saved"
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""docs/MODELS.md: its commands and its Python work, on a model that is smaller."""
+"""The commands and the Python code in docs/MODELS.md work, on a smaller model."""
 
 import re
 import shlex
@@ -18,9 +18,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text(encoding="ut
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """As after the download, but for the model."""
+    """The files of the download, with another model."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "README.md").write_text(TEXT * 2, encoding="utf-8")
+    (tmp_path / "my.txt").write_text(TEXT * 2, encoding="utf-8")
     write_llama(tmp_path / "smollm2", max_position_embeddings=2048)
     write_wheel(tmp_path, [Item("The sun rises in the", (" east", " west"), 0)])
     return tmp_path

@@ -1,7 +1,7 @@
-"""Imported models compute what transformers computes: every family on tiny random models, a trained one, a GGUF file.
+"""Imported models have the logits of transformers: tiny random models of every family, a trained one, a GGUF file.
 
-How far logits may be apart is measured: transformers has two ways to compute attention in float32, `eager` and `sdpa`.
-The larger error of the two against the same model in float64, times two, is what ours may have.
+The tolerance is measured. transformers has two implementations of attention, `eager` and `sdpa`; ours may have twice
+the larger one of their errors in float32, relative to the same model in float64.
 """
 
 import json
@@ -58,7 +58,7 @@ FAMILIES = {
 
 @torch.no_grad()
 def lively(name: str):
-    """A model of transformers in which every weight matters: as they are made, norms and biases do nothing."""
+    """A transformers model in which every weight matters; by default, norms and biases start without an effect."""
     prefix, options = FAMILIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **options})
@@ -73,7 +73,7 @@ def lively(name: str):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A function from a family to its model in transformers and the same one imported."""
+    """A function from a family to its transformers model and the imported one."""
     made = {}
 
     def of(name: str):
@@ -93,7 +93,7 @@ def tokens(batch: int, time: int) -> Tensor:
 
 @torch.no_grad()
 def of_transformers(model, **inputs) -> tuple[Tensor, list[Tensor]]:
-    """Logits in float64, and in float32 in both ways."""
+    """Logits in float64, and in float32 with both implementations."""
     rounded = []
     for attention in ("eager", "sdpa"):
         model.set_attn_implementation(attention)
@@ -113,7 +113,7 @@ def allowed(exact: Tensor, rounded: list[Tensor]) -> float:
 
 @torch.no_grad()
 def decoded(model: LanguageModel, ids: Tensor) -> Tensor:
-    """Logits of ids that come one by one."""
+    """Logits from decoding ids one at a time."""
     cache = KVCache(model.config, len(ids), ids.shape[1], layers=model.method.cache_layers, like=model.norm.weight)
     return torch.cat([model(part, execution="sparse", cache=cache).logits for part in ids.split(1, 1)], 1)
 
@@ -132,7 +132,7 @@ def test_logits_are_those_of_transformers(family, pair):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma"])
 def test_a_config_with_every_key_that_transformers_has_is_understood(name):
-    """As it comes with a GGUF file."""
+    """As in the config of a GGUF file."""
     config = getattr(transformers, f"{name}Config")()
     assert model_config(config.to_dict(), context=2048).n_layer == config.num_hidden_layers
 
@@ -150,7 +150,7 @@ def test_padding_on_the_left_is_that_of_transformers(family, pair):
 
 
 def test_the_tolerance_tells_another_model(pair):
-    """One weight of 20,000 that is off by a thousandth of itself."""
+    """It fails if one of 20,000 weights is off by a thousandth."""
     model, imported = pair("llama")
     ids = tokens(4, 48)
     exact, rounded = of_transformers(model, input_ids=ids)
@@ -195,7 +195,7 @@ def test_prompts_are_the_ids_of_transformers(text, stories):
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("add_bos_token", [None, False, True])
 def test_a_beginning_is_that_of_transformers(begins, add_bos_token, tmp_path, pair):
-    """What tokenizer.json says counts, whatever tokenizer_config.json says."""
+    """tokenizer.json takes precedence over tokenizer_config.json."""
     folder = tmp_path / "model"
     pair("llama")[0].save_pretrained(folder)
     tree = json.loads(tokenizer_json())
@@ -215,7 +215,7 @@ def test_a_beginning_is_that_of_transformers(begins, add_bos_token, tmp_path, pa
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory) -> Path:
-    """A tiny Llama whose matrices are quantised to 8 bits, as llama.cpp lays it out."""
+    """A tiny Llama with matrices quantised to 8 bits, in the layout of llama.cpp."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(SIZES["vocab_size"] - 2)
@@ -266,7 +266,7 @@ def test_a_gguf_file_is_what_transformers_makes_of_it(gguf_file, tmp_path, capfd
     read = transformers.AutoModelForCausalLM.from_pretrained(
         gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32
     )
-    model = transformers.LlamaForCausalLM(read.config).eval()  # the same, of which transformers makes float64 too
+    model = transformers.LlamaForCausalLM(read.config).eval()  # the same model, which transformers can run in float64
     model.load_state_dict(read.state_dict())
     ids = tokens(4, 48) % 302
     exact, rounded = of_transformers(model, input_ids=ids)

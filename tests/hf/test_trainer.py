@@ -1,4 +1,4 @@
-"""The trainer of transformers, adapters of PEFT and torch.compile, on toy models."""
+"""The transformers Trainer, PEFT adapters and torch.compile, on toy models."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="needs the extra hf")
 
 
 def train(model: nn.Module, folder, batch: int, accumulate: int, **options) -> Trainer:
-    """Two steps of plain gradient descent on eight sequences each, the same for every layout."""
+    """Two steps of plain SGD on eight sequences each, the same in every layout."""
     arguments = TrainingArguments(
         str(folder), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulate, max_steps=2,
         learning_rate=0.1, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0, use_cpu=True, report_to="none",
@@ -30,7 +30,7 @@ def train(model: nn.Module, folder, batch: int, accumulate: int, **options) -> T
 
 @pytest.mark.parametrize("case", ["tsa", "early_exit modern"])
 def test_weights_do_not_depend_on_accumulation(case, tmp_path):
-    """Both have a loss of their own, which the trainer would count once for each micro-batch."""
+    """Both methods have an auxiliary loss, which must not count once per micro-batch."""
     found = []
     for batch, accumulate in ((8, 1), (4, 2), (2, 4)):
         model = trained(case)
@@ -63,7 +63,7 @@ ADAPTED = ["qkv", "out", "up", "gate_up", "down"]
 
 
 def adapted(case: str, **options):
-    """LoRA on every linear layer of the blocks, routers trained in full; its matrices are not zero."""
+    """LoRA with non-zero matrices on every linear layer of the blocks; routers are trained in full."""
     peft = pytest.importorskip("peft", reason="needs the extra hf")
     native, model = pair(case)
     names = sorted({name.split(".")[-1] for name, _ in model.named_modules() if name.split(".")[-1] in ADAPTED})
@@ -80,7 +80,7 @@ def adapted(case: str, **options):
 @pytest.mark.parametrize("case", ["tsa", "budget modern", "span modern", "tsa modern"])
 @torch.no_grad()
 def test_adapters_count_in_every_execution_and_merge(case, execution, tmp_path):
-    """Sparse execution takes rows of a weight, which is where an adapter could be passed by."""
+    """Sparse execution uses rows of a weight, and could miss an adapter there."""
     peft = pytest.importorskip("peft", reason="needs the extra hf")
     native, model = adapted(case)
     ids = tokens(3)
@@ -128,9 +128,9 @@ def test_a_variant_of_lora_is_refused_where_rows_are_taken():
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dense", "early_exit", "budget"])
 def test_a_training_pass_is_one_graph(method):
-    """The graph alone, which is what can break.
+    """Only captures the graph, which is what can break.
 
-    Of a method without a loss of its own, with one, and with a pass beside the first; test_contract.py has them all.
+    For methods without an auxiliary loss, with one, and with a second pass; test_contract.py covers all methods.
     """
     plain, compiled, ids = trained(method), trained(method), tokens(2, 13)
     torch.compiler.reset()

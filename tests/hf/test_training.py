@@ -1,4 +1,4 @@
-"""Training as transformers does it: the gradient is the native step's, however a batch is cut."""
+"""Training as in transformers: the gradient equals the native step's, however a batch is split."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def without_dropout(case: str) -> RunConfig:
 
 
 def trained(case: str) -> TokenDepthForCausalLM:
-    """Untrained, in training mode, of the weights that the native model begins with."""
+    """In training mode, with the native model's initial weights."""
     return TokenDepthForCausalLM(TokenDepthConfig.of(without_dropout(case))).train()
 
 
@@ -35,9 +35,9 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def assert_alike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """To the rounding of sums in another order: float32 rounds at 6e-8, the largest number of a gradient is the scale.
+    """Equal up to the rounding of sums in another order (float32: 6e-8), relative to each gradient's largest number.
 
-    A loss that is counted twice, or left out, moves some gradient by far more.
+    A loss that is counted twice or omitted changes some gradient by far more.
     """
     assert set(found) <= set(wanted)
     scale = max(float(gradient.abs().max()) for gradient in wanted.values())
@@ -52,7 +52,7 @@ def cut(batch: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
 
 
 def step_gradients(case: str, batch: dict[str, Tensor], parts: int, world: int = 1, seed: int = 0) -> dict[str, Tensor]:
-    """As the trainer takes a step: every process scales its losses by their number, then their gradients' mean."""
+    """As in the Trainer: every process scales its losses by the number of processes, then gradients are averaged."""
     model = trained(case)
     torch.manual_seed(seed)
     targets = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
@@ -66,7 +66,7 @@ def step_gradients(case: str, batch: dict[str, Tensor], parts: int, world: int =
 @each_case
 @pytest.mark.parametrize(("parts", "world"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
 def test_the_gradient_is_the_native_steps(case, parts, world):
-    """Of the same layout; over processes, of as many micro-batches in one."""
+    """Compared with the same layout; for several processes, with as many micro-batches in one."""
     config = without_dropout(case)
     native = build(config)
     ids = tokens(BATCH, native.config.context + 1, seed=1)
@@ -80,7 +80,7 @@ def test_the_gradient_is_the_native_steps(case, parts, world):
 
 
 def ragged() -> dict[str, Tensor]:
-    """Padded left and right, prompts without a loss, and one sequence that has no label at all."""
+    """Left and right padding, prompts without a loss, and one sequence without labels."""
     ids = tokens(BATCH, 12, seed=2)
     mask = torch.ones_like(ids)
     mask[0, :5] = mask[1, 9:] = mask[2, :1] = 0
@@ -135,7 +135,7 @@ def test_in_evaluation_the_loss_is_the_tasks_alone():
 @each_case
 def test_gradient_checkpointing_computes_the_same(case):
     ids = tokens(2, 12, seed=4)
-    config = run_config(case)  # with dropout, which has to be drawn again
+    config = run_config(case)  # with dropout, whose mask must be drawn again
     plain, checkpointed = (TokenDepthForCausalLM(TokenDepthConfig.of(config)).train() for _ in range(2))
     checkpointed.gradient_checkpointing_enable()
     assert checkpointed.is_gradient_checkpointing

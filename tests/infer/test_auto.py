@@ -1,4 +1,4 @@
-"""auto: the faster execution by a measured profile, which is kept, and is never trusted when damaged."""
+"""auto: chooses the faster execution from a measured profile; profiles are stored, and damaged ones ignored."""
 
 import pytest
 import torch
@@ -104,6 +104,6 @@ def test_a_compiled_model_has_a_profile_of_its_own(monkeypatch, model):
 
 
 def test_models_that_differ_in_a_knob_have_profiles_of_their_own():
-    """What a method does by default is not what it does with more steps."""
+    """A method with other options has other costs."""
     shapes = [profiles._shape(build(RunConfig(model=MODEL, method=ITTConfig(steps=steps)))) for steps in (2, 2, 8)]
     assert shapes[0] == shapes[1] != shapes[2]

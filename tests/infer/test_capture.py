@@ -1,5 +1,5 @@
-"""A captured decoding step does what the step does. Without a GPU it is run again each time instead of replayed; the
-tensors that it reads and the count of tokens that it keeps are the same."""
+"""A captured decoding step equals the step itself. Without a GPU the function is called again instead of replayed;
+static inputs and the bookkeeping of lengths are tested all the same."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""compiled: one graph for the whole skipping pass, the same result, and memory that is kept."""
+"""compiled: one graph for the whole skipping pass, the same result, and freed memory is kept."""
 
 import resource
 from dataclasses import replace
@@ -33,7 +33,7 @@ def fresh_compiler():
 @pytest.mark.slow
 @pytest.mark.xdist_group("compiler")  # which takes seconds to start
 def test_skipping_is_one_graph_and_equals_hard():
-    """On a modern block; a classic one is compiled below."""
+    """With the Llama-style block; the classic one is compiled below."""
     model = build(RunConfig(model=MODERN, method=SpanConfig())).eval()
     fast = compiled(model)
     torch._dynamo.utils.counters.clear()
@@ -55,7 +55,7 @@ IDS = torch.arange(24).view(3, 8) % 7
 
 
 def check(model: LanguageModel, fast: LanguageModel) -> float:
-    """The share of tokens that the routed blocks work on."""
+    """Returns the active fraction."""
     expected, found = model(IDS, execution="sparse"), fast(IDS, execution="sparse")
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.trace.work, expected.trace.work)
@@ -79,7 +79,7 @@ def test_a_budget_that_is_set_afterwards_is_seen():
 @pytest.mark.xdist_group("compiler")  # which takes seconds to start
 @torch.no_grad()
 def test_weights_that_change_afterwards_are_seen():
-    """They are constants to the compiler, whatever the method: that of the smallest graph does."""
+    """Weights are constants for the compiler with every method, so the one with the smallest graph suffices."""
     small = replace(MODEL, n_layer=1)
     one, other = (build(RunConfig(model=small, method=DenseConfig(), train=TrainConfig(seed=s))).eval() for s in (0, 1))
     fast = {model: compiled(model) for model in (one, other)}
@@ -94,7 +94,7 @@ def test_weights_that_change_afterwards_are_seen():
 @pytest.mark.xdist_group("compiler")  # which takes seconds to start
 @torch.no_grad()
 def test_one_sequence_of_grouped_heads():
-    """Its attention is one op to the compiler, which is told how the result lies in memory."""
+    """Attention is one opaque op for the compiler, so the strides of its result must be declared correctly."""
     model = build(RunConfig(model=replace(MODERN, n_head=4, n_kv_head=2), method=BudgetConfig())).eval()
     calibrate_on(model, IDS, 0.5)
     expected, found = model(IDS[:1], execution="sparse"), compiled(model)(IDS[:1], execution="sparse")
@@ -102,7 +102,7 @@ def test_one_sequence_of_grouped_heads():
 
 
 def test_freed_memory_is_kept():
-    """Pages that were touched once are not cleared again: 64 MiB have 16,384 of them."""
+    """Reused pages cause no new page faults; 64 MiB are 16,384 pages."""
     keep_freed_memory()
 
     def faults() -> int:
@@ -117,7 +117,7 @@ def test_freed_memory_is_kept():
 @pytest.mark.parametrize("sequences", [1, 2])
 @torch.no_grad()
 def test_a_span_of_any_length_of_text_is_one_graph(sequences):
-    """The length stays symbolic: fixed, products of one sequence would go to a slower library on a CPU."""
+    """The length stays symbolic; if fixed, products for one sequence would use a slower library on a CPU."""
     shape = ModelConfig(d_model=32, n_layer=3, n_head=2, d_ff=64, context=32, vocab_size=11, positions="rotary")
     model = build(RunConfig(model=shape, method=SpanConfig(decide="dice", budget=0.5))).eval()
     torch.compiler.reset()

@@ -1,6 +1,6 @@
 """Token by token through the decode kernels equals the full forward, for every method that reaches them.
 
-One subprocess runs all cases, this file as a script: Triton's interpreter has to be chosen before Triton is imported.
+A subprocess runs this file as a script for all cases, since Triton's interpreter must be selected before the import.
 """
 
 import json
@@ -29,8 +29,8 @@ MODERN = replace(
     ffn_bias=False, tie_head=False,
 )  # fmt: skip
 BLOCKS = {"classic": CLASSIC, "modern": MODERN}
-# Each method once: what a block is made of is the kernels' matter (ops/test_decode.py); each kind is here repeatedly.
-# The classic block is decoded as of a few slots, the modern one as of many.
+# Each method once: kinds of blocks are tested with the kernels (ops/test_decode.py), and each kind occurs here, too.
+# The classic block uses the kernels for few slots, the modern one those for many.
 REACHED = [("tsa", "classic"), ("tsa", "modern"), ("budget", "modern"), ("mod", "classic"), ("span", "modern")]
 REACHED += [(case, "classic") for case in ("span-gain", "early_exit-learned", "mor")]
 ROUNDING = 1e-5
@@ -58,7 +58,7 @@ def test_step_by_step_equals_the_full_forward():
 
 @torch.no_grad()
 def _compared(case: str, block: str) -> tuple[float, int, dict[str, int]]:
-    """Largest difference of logits and sites that worked differently, over some steps; and the kernels launched."""
+    """Over some steps: the largest difference of logits, the number of different decisions, and kernel launches."""
     from tests.test_one_graph import Launched
 
     decode_inputs.FEW_ROWS = 0 if block == "modern" else 2
@@ -72,7 +72,7 @@ def _compared(case: str, block: str) -> tuple[float, int, dict[str, int]]:
     running = torch.tensor([True, True])
     for step in range(2):
         if step == 1:
-            running = torch.tensor([False, True])  # the first slot rests
+            running = torch.tensor([False, True])  # the first slot is idle
         last = torch.tensor([ids[0, 4 + step], ids[1, 2 + step]])
         with Launched() as launched:
             found = decode_one(model, cache, last, "sparse", running)

@@ -1,4 +1,4 @@
-"""The arithmetic of self-speculation: the rule that keeps the distribution, the formula, and when drafting stops."""
+"""The arithmetic of self-speculation: acceptance keeps the distribution, the speedup formula, and draft lengths."""
 
 import re
 from dataclasses import replace
@@ -35,7 +35,7 @@ distribution = st.lists(st.integers(0, 1000), min_size=6, max_size=6).filter(any
 
 @given(full=distribution, draft=distribution)
 def test_kept_and_replaced_tokens_together_have_the_full_models_distribution(full, draft):
-    """Over every token that can be drafted: the chance to keep it, and the chance of what comes instead."""
+    """Sum over all drafted tokens: the probability of keeping each, and of its replacements."""
     p, q = (torch.tensor([each]).double() / sum(each) for each in (full, draft))
     kept = keep_chance(p, q)
     left = instead(p, q)
@@ -50,7 +50,7 @@ def test_kept_and_replaced_tokens_together_have_the_full_models_distribution(ful
 
 @pytest.mark.parametrize("ask", [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.05, "temperature": 0.7}])
 def test_two_drafted_tokens_are_judged_in_turn(ask):
-    """Chi-square on the two tokens that come next; where the first is rejected, the second is drawn as it would be."""
+    """Chi-square on the next two tokens; if the first is rejected, the second is drawn from the full model."""
     size, trials = 5, 2000
     dice = torch.Generator().manual_seed(1)
     logits, drafting = torch.randn(3, size, generator=dice), torch.randn(2, size, generator=dice)
@@ -70,7 +70,7 @@ def test_two_drafted_tokens_are_judged_in_turn(ask):
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
-    """The chance of a fit as bad as this; cells that expect fewer than five are one."""
+    """The p-value; cells with fewer than five expected counts are merged."""
     assert not counts[expected == 0].any(), "something that cannot be was drawn"
     large, small = expected >= 5, (expected > 0) & (expected < 5)
     seen, wanted = ([*x[large].tolist(), *([float(x[small].sum())] if small.any() else [])] for x in (counts, expected))
@@ -109,7 +109,7 @@ def test_penalties_count_drafted_tokens_before_a_place_and_forget_those_that_are
     [(0.61, (1.12, 1.22, 1.32)), (0.47, (1.26, 1.42, 1.58)), (0.36, (1.41, 1.67, 1.90)), (0.25, (1.69, 2.09, 2.47))],
 )
 def test_the_best_length_gives_the_known_speedups(cost, expected):
-    """Of tables of others: costs are known to two digits, which is 0.02 of the largest speedups."""
+    """Published tables: their costs have two digits, which is 0.02 for the largest speedups."""
     best = [max(speedup(acceptance, length, cost) for length in range(1, 30)) for acceptance in (0.8, 0.9, 0.95)]
     assert best == pytest.approx(expected, abs=0.02)
 
@@ -171,7 +171,7 @@ def test_nothing_drafted_is_said_so():
 def simulated(
     acceptance: float, steps: int, found: Speculation | None = None, seed: int = 0
 ) -> tuple[list[int], Speculation]:
-    """The lengths that are chosen where tokens are kept with this chance; drafts skip both sites."""
+    """The chosen lengths if tokens are kept with this probability and drafts skip both sites."""
     found, dice, lengths = found or Speculation(SITES, 40), np.random.default_rng(0), []
     for _ in range(steps):
         length = found.next_length(100)
@@ -199,7 +199,7 @@ def test_lengths_follow_acceptance():
 
 
 def test_drafting_stops_where_it_does_not_pay_and_is_tried_again_ever_more_rarely():
-    """The cost of a draft is 0.457 here, and hardly anything is kept."""
+    """A drafted token costs 0.457 here, and almost none are kept."""
     lengths, _ = simulated(0.05, 2000)
     tried = [step for step, length in enumerate(lengths) if length]
     assert lengths[tried[-1]] == TRIED
@@ -217,7 +217,7 @@ def test_drafting_comes_back_when_the_text_gets_easier():
 
 
 def test_drafting_goes_by_the_clock_where_that_is_known():
-    """Drafts that are always kept pay by the weights, but not where passes take much longer than those say."""
+    """Drafts that are always kept pay off by the weights read, but not if passes are much slower than that."""
     by_weights, _ = simulated(1.0, 50)
     draft = 160 / 350
     slow = Pace(1 / draft, ((1, 1.0), (LONGEST, LONGEST + 1)))  # as long as one plain step for each token
@@ -230,7 +230,7 @@ def test_drafting_goes_by_the_clock_where_that_is_known():
 
 
 def test_the_first_draft_goes_by_what_is_known():
-    """At first 0.8 of the drafted tokens are expected to be kept."""
+    """The initial estimate is that 0.8 of the drafted tokens are kept."""
     cheap, full = (Site("a", True, 0, 80), Site("b", True, 0, 10)), ((0.0, 0.0), (1.0, 1.0))
     first = [Speculation(cheap, outside, Pace(works=full)).next_length(100) for outside in (10, 90)]
     assert first == [6, 2], "costs of 0.1: 2.47, where 5 and 7 have 2.46, 2.45; of 0.5: 1.22, where 1 and 3 have less"
@@ -261,12 +261,12 @@ def test_no_more_is_drafted_than_there_is_room_for():
 
 
 def test_a_model_that_skips_knows_its_costs():
-    """Costs of a real method: those of its sites without keys, so that only weights count."""
+    """Costs of a real method: sites with 0 keys, so that only weights count."""
     model = lively("budget")
     found = Speculation(model.method.sites(keys=0), model.head_flops)
     sites = len(model.method.sites(keys=0))
     found.record(1, np.ones((sites, 1)), np.ones((sites, 2)))
     assert found.draft_cost == 1
     weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "positions" not in name)
-    # Products read each weight once, 2 FLOPs each; the router reads its second matrix too, which is a row.
+    # Each weight is read once and costs 2 FLOPs; the router's second matrix, a single row, is included.
     assert found._fixed + found._routed.sum() == pytest.approx(2 * weights, rel=0.01)

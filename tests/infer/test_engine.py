@@ -1,7 +1,7 @@
-"""The engine: what a request gets is what full forward passes give it alone, whatever else runs, waits or is cancelled.
+"""The engine: each request gets the tokens of full forward passes on it alone, whatever else runs or is cancelled.
 
-Every method, on the classic and on the modern block, is compared with a reference that knows no cache: it reads the
-whole text anew for every token, densely. Tolerance: see test_contract.py.
+Every method, with the classic and the Llama-style block, is compared with a reference without a cache, which
+recomputes the whole text densely for every token. Tolerance: see test_contract.py.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ each_dial = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: the first `length` tokens of a row, and how they are to be continued."""
+    """A request: the first `length` tokens of a row, and how to continue them."""
 
     row: int
     length: int
@@ -68,12 +68,12 @@ ASKS = (  # in a context of 16 tokens
 class Written:
     choices: list[Choice]
     depth: list[list[float]]
-    """The column of each token: that of the position that predicted it."""
+    """For each token, the work at the position that predicted it."""
 
 
 @torch.no_grad()
 def alone(model: LanguageModel, ask: Ask, thresholds: torch.Tensor | None = None) -> Written:
-    """Without a cache: the whole text is read for every token, densely."""
+    """The reference: no cache, the whole text is recomputed densely for every token."""
     ids, found = list(ask.prompt), Written([], [])
     sampler = Sampler(ask.sampling, ids, VOCABULARY, torch.device("cpu"))
     for _ in range(min(ask.tokens or TIME, TIME - ask.length + 1)):
@@ -120,7 +120,7 @@ def as_new(engine: Engine) -> bool:
     ("execution", "fixed", "slots"), [("hard", False, 2), ("sparse", False, 5), ("sparse", True, 3)]
 )
 def test_requests_together_are_written_as_each_alone(case, execution, fixed, slots):
-    """With more requests than slots too, in slots that others have used, in shapes that are fixed and that are not."""
+    """Also with more requests than slots, in reused slots, with fixed and with variable shapes."""
     engine = Engine(lively(case), TOKENIZER, slots=slots, execution=execution, fixed=fixed)
     requests = [ask.submit(engine) for ask in ASKS]
     engine.step()
@@ -135,7 +135,7 @@ def test_requests_together_are_written_as_each_alone(case, execution, fixed, slo
 
 @each_method
 def test_a_cancelled_request_leaves_no_trace(case):
-    """One that runs and one that waits; the others, and whoever gets the slot, do not notice."""
+    """Cancel a running and a waiting request: the others, and the next one in the slot, are not affected."""
     engine = Engine(lively(case), TOKENIZER, slots=2)
     gone, stays, never, last = (ASKS[n].submit(engine) for n in (2, 0, 1, 3))
     for _ in range(3):
@@ -176,7 +176,7 @@ def test_a_text_that_rolls_goes_on_from_the_last_half_of_the_context(case):
 @each_dial
 @pytest.mark.parametrize("fixed", [False, True])
 def test_every_request_may_have_a_budget_of_its_own(case, fixed):
-    """Thresholds of its own, among others that have the method's."""
+    """Its own thresholds, next to requests with the method's."""
     model = lively(case)
     own = model.method.live_thresholds()
     assert own is not None
@@ -295,7 +295,7 @@ def test_a_stream_can_be_read_twice_and_beside_others():
 
 
 def test_a_token_knows_what_it_cost():
-    """The trace of its own columns: of the prompt for the first, of one position for the others."""
+    """The first token has the trace of the whole prompt, the others that of one position."""
     model = lively("tsa")
     engine = Engine(model, TOKENIZER, slots=2)
     requests = [ASKS[0].submit(engine), ASKS[1].submit(engine)]
@@ -340,11 +340,11 @@ def test_in_a_fixed_engine_every_decoding_pass_has_the_same_shape(monkeypatch):
     ("prompt", "options", "said"),
     [
         ([], {}, "the prompt is empty; give at least one token"),
-        ([0] * 17, {}, "the prompt has 17 tokens, this model's context 16; give fewer"),
-        ([11], {}, "a token is 11; expected 0 to 10, this model's vocabulary"),
-        ([-1], {}, "a token is -1; expected 0 to 10"),
-        ([1], {"stop_ids": [99]}, "a token is 99; expected 0 to 10"),
-        ([1], {"sampling": Sampling(logit_bias={-4: 1.0})}, "a token is -4; expected 0 to 10"),
+        ([0] * 17, {}, "the prompt has 17 tokens, but this model's context is 16; give fewer"),
+        ([11], {}, "token id 11 is out of range; expected 0 to 10, this model's vocabulary"),
+        ([-1], {}, "token id -1 is out of range; expected 0 to 10"),
+        ([1], {"stop_ids": [99]}, "token id 99 is out of range; expected 0 to 10"),
+        ([1], {"sampling": Sampling(logit_bias={-4: 1.0})}, "token id -4 is out of range; expected 0 to 10"),
         ([1], {"max_tokens": 0}, "tokens is 0; expected a number from 1 to 1000000000"),
         ([1], {"stop": ["a", ""]}, "a stop string is empty"),
     ],

@@ -1,4 +1,4 @@
-"""Generation: prompts together are what each is alone, texts outgrow the context, a terminal shows depth."""
+"""Generation: a batch equals each prompt alone, texts may exceed the context, a terminal shows depth."""
 
 import io
 import itertools
@@ -32,7 +32,7 @@ def budgeted(tmp_path_factory) -> Run:
 
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 3, "top_k": 20, "top_p": 0.9, "min_p": 0.01}])
 def test_prompts_together_are_continued_as_each_alone(budgeted, settings):
-    """More than run at once, of different lengths, some longer than the context, all beyond it."""
+    """More prompts than slots, of different lengths, some longer than the context; all texts exceed it."""
     prompts = ["green", "", TEXT[:50], "40 "] * 5
     together = td.generate(budgeted, prompts, tokens=20, device="cpu", **settings)
     assert len(together) == 20
@@ -125,7 +125,7 @@ ESCAPES = re.compile(r"\x1b\[([\d;]*)m")
 def test_each_token_has_the_shade_of_its_depth(budgeted, monkeypatch, kind):
     found = shown(budgeted, monkeypatch, TERM="xterm-256color", COLORTERM="truecolor" if kind == "truecolor" else "")
     legend, text = found.split("\n", 1)
-    assert ESCAPES.sub("", legend) == "depth  0%  25%  50%  75%  100%  of the routed blocks worked on the token"
+    assert ESCAPES.sub("", legend) == "depth:  0%  25%  50%  75%  100%  of the routed blocks processed the token"
     generation = td.generate(budgeted, "green", tokens=12, seed=2, device="cpu")
     assert ESCAPES.sub("", text) == "green" + generation.text
     shades = [code for code in ESCAPES.findall(legend) if code != "0"]
@@ -149,7 +149,7 @@ def test_piped_text_is_plain(budgeted, capsys):
 
 
 def test_shades_get_darker_with_depth():
-    """By lightness alone, which everybody sees."""
+    """Lightness alone must show it, for colour-blind users."""
     steps = [shade(n / STEPS).triplet for n in range(STEPS + 1)]
     light = [0.2126 * s.red + 0.7152 * s.green + 0.0722 * s.blue for s in steps if s is not None]
     assert all(a - b > 15 for a, b in itertools.pairwise(light))
@@ -161,7 +161,7 @@ def test_shades_get_darker_with_depth():
 
 @pytest.fixture
 def _everyone_is_active(monkeypatch):
-    """Thresholds that no score falls short of, whatever budget is asked for."""
+    """Thresholds below every score, whatever the budget."""
 
     def rigged(model, run, budget, *_, **__):
         model.method.set_thresholds([-1e9] * len(model.method.thresholds))

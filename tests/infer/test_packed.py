@@ -1,4 +1,4 @@
-"""Passes that pack a span into room for more rows than it needs, on a CPU: as the same pass without spare room."""
+"""Packed passes with more rows of room than needed equal the same pass without spare room (on a CPU)."""
 
 import copy
 import math
@@ -46,7 +46,7 @@ def assert_same(found: Output, expected: Output) -> None:
 @pytest.mark.parametrize(("steps", "tile"), [(32, 1), (32, 128), (1, 5)])
 @torch.no_grad()
 def test_spare_room_changes_nothing(case, steps, tile, monkeypatch):
-    """Up to twice as many rows as there are tokens."""
+    """Up to twice as many rows as tokens."""
     monkeypatch.setattr(packed, "STEPS", steps)
     monkeypatch.setattr(packed, "TILE", tile)
     model = made(case)
@@ -97,7 +97,7 @@ def test_what_the_text_decides_is_told_before_the_first_block_runs():
 @pytest.mark.parametrize("case", ["score", "rule"])
 @torch.no_grad()
 def test_the_device_tells_how_many_take_the_span(case, monkeypatch):
-    """And a pass that was interrupted before it told its number is waited for: it might tell it in the next one's."""
+    """An interrupted pass is waited for, since it might still write its count into the next one's."""
     model, ids, waited = made(case), tokens(), []
     pass_ = PackedPass(model, ids)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
@@ -164,7 +164,7 @@ def test_packed_passes_are_the_model():
     fast = PackedPasses(model, model)
     assert (fast.method, fast.config) == (model.method, model.config)
     found = [fast(tokens(seed=seed), execution="sparse") for seed in range(3)]
-    for seed, one in enumerate(found):  # what one pass found is not what a later one found
+    for seed, one in enumerate(found):  # no pass overwrites an earlier result
         assert_same(one, model(tokens(seed=seed), execution="sparse"))
     shorter = tokens()[:, :5]
     assert_same(fast(shorter, execution="sparse"), model(shorter, execution="sparse"))
@@ -238,7 +238,7 @@ def test_passes_that_are_timed_in_turns_have_graphs_of_their_own():
 
 @torch.no_grad()
 def test_a_compiler_tells_packed_passes_from_others():
-    """The same compiled model serves both, in any order, and compiles nothing again."""
+    """The same compiled model serves packed and other passes in any order without recompiling."""
     model, ids = made("score"), tokens()
     torch.compiler.reset()
     fast = torch.compile(model, dynamic=False, backend="eager")

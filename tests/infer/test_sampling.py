@@ -1,4 +1,4 @@
-"""Sampling: each parameter by a case computed by hand, what must change nothing, and how often tokens are drawn."""
+"""Sampling: hand-computed cases for each parameter, cases without an effect, and frequencies of draws."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tokendepth.errors import UserError
 from tokendepth.infer.sampling import Sampler, Sampling, choose, draw, probabilities
 
 HALVES = torch.tensor([0.125, 0.5, 0.125, 0.25])
-"""Exact in binary, so that sums of them are."""
+"""Exact in binary, and so are their sums."""
 
 
 def left(probability: torch.Tensor = HALVES, **asked) -> list[float]:
@@ -39,11 +39,11 @@ def close(expected: list[float]) -> object:
         ({"temperature": 1 / 3}, [1 / 74, 64 / 74, 1 / 74, 8 / 74]),
         ({"top_k": 1}, [0, 1, 0, 0]),
         ({"top_k": 2}, [0, 2 / 3, 0, 1 / 3]),
-        ({"top_k": 3}, [1 / 7, 4 / 7, 0, 2 / 7]),  # of equals the first
+        ({"top_k": 3}, [1 / 7, 4 / 7, 0, 2 / 7]),  # ties: the first one
         ({"top_k": 9}, [0.125, 0.5, 0.125, 0.25]),
         ({"top_p": 0.4}, [0, 1, 0, 0]),
         ({"top_p": 1e-320}, [0, 1, 0, 0]),  # zero in float32
-        ({"top_p": 0.5}, [0, 1, 0, 0]),  # so much is there with the first
+        ({"top_p": 0.5}, [0, 1, 0, 0]),  # the first alone has that much
         ({"top_p": 0.51}, [0, 2 / 3, 0, 1 / 3]),
         ({"top_p": 0.75}, [0, 2 / 3, 0, 1 / 3]),
         ({"top_p": 0.8}, [1 / 7, 4 / 7, 0, 2 / 7]),
@@ -51,7 +51,7 @@ def close(expected: list[float]) -> object:
         ({"min_p": 0.6}, [0, 1, 0, 0]),
         ({"min_p": 0.25}, [0.125, 0.5, 0.125, 0.25]),
         ({"min_p": 1.0}, [0, 1, 0, 0]),
-        ({"top_k": 2, "top_p": 0.6}, [0, 1, 0, 0]),  # of the two that are left the first has 2/3
+        ({"top_k": 2, "top_p": 0.6}, [0, 1, 0, 0]),  # of the two left, the first has 2/3
         ({"temperature": 0.5, "top_p": 0.8}, [0, 0.8, 0, 0.2]),  # temperature comes first
     ],
 )
@@ -86,7 +86,7 @@ def test_a_token_without_probability_is_never_drawn(number):
 
 
 def test_repetition_penalty_divides_what_is_above_zero_and_multiplies_what_is_below():
-    """Tokens of the prompt and generated ones, each once however often it was there."""
+    """Tokens of the prompt and generated ones, each penalised once however often it occurred."""
     ask = sampler(Sampling(repetition_penalty=2.0), [0, 0, 1])
     ask.note(3)
     assert ask.adjusted(torch.tensor([3.0, -1.0, 5.0, -4.0])).tolist() == [1.5, -2.0, 5.0, -8.0]
@@ -118,7 +118,7 @@ def test_greedy_takes_the_highest_after_penalties_and_takes_note_of_it():
 
 
 def test_logprobs_are_the_models_own():
-    """Whatever temperature, penalties, bias and filters make of them."""
+    """Temperature, penalties, bias and filters do not affect them."""
     ask = Sampling(temperature=0, repetition_penalty=2.0, logit_bias={2: 50}, top_k=1, logprobs=2)
     (choice,) = choose((HALVES.log() + 7)[None], [sampler(ask)])
     assert choice.token == 2
@@ -138,7 +138,7 @@ def test_each_request_gets_as_many_logprobs_as_it_asked_for():
 
 
 def test_a_requests_draws_are_its_own():
-    """Whoever else is in the batch, greedy or not, and at whichever row it stands."""
+    """Independent of other requests in the batch, greedy or not, and of its row."""
     logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     ask = Sampling(temperature=1.3, seed=5)
     alone = sampler(ask)
@@ -158,7 +158,7 @@ def test_a_requests_draws_are_its_own():
 # --- how often --------------------------------------------------------------------------------------------------------
 
 CHI_SQUARE_ONE_IN_A_MILLION = {3: 30.66, 7: 40.52}
-"""By degrees of freedom: what chi-square exceeds once in a million samples."""
+"""Degrees of freedom -> the chi-square value exceeded with a probability of 1e-6."""
 
 
 @pytest.mark.parametrize(

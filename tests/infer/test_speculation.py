@@ -1,7 +1,7 @@
-"""Self-speculation: the text of plain decoding, token for token or in distribution, and what drafting is said to cost.
+"""Self-speculation: the tokens or the distribution of plain decoding, and the reported cost of drafting.
 
-Drafts are forced to lengths that change from step to step, so that they are kept whole, in part and not at all; how
-many tokens a request would draft by itself is tested on its own, in test_drafting.py.
+Draft lengths are forced to change from step to step, so that drafts are kept fully, partly and not at all. How many
+tokens a request would draft by itself is tested in test_drafting.py.
 """
 
 import copy
@@ -43,7 +43,7 @@ def drafts(case: str) -> bool:
 
 
 def is_quick(case: str) -> bool:
-    """The methods with a dial or exits, on either kind of block."""
+    """The methods with a dial or exits, with both kinds of block."""
     return case.removesuffix(" modern") in ("budget", "span", "early_exit")
 
 
@@ -62,7 +62,7 @@ GREEDY = [
 
 
 def skipping(model: LanguageModel) -> list[float]:
-    """Thresholds of a draft that skips whatever it can."""
+    """Thresholds for drafts that skip everything they can."""
     return [math.inf] * sum(site.routed for site in model.method.sites(keys=1))
 
 
@@ -72,7 +72,7 @@ def drafting_engine(model: LanguageModel, draft: list[float] | None = None, **op
 
 @pytest.fixture(autouse=True)
 def _lengths_that_change(monkeypatch):
-    """Drafts of 3, 1, 0, 4, 2 tokens and so on, where there is room."""
+    """Drafts of 3, 1, 0, 4, 2 tokens and so on, if there is room."""
     plans: dict[Speculation, itertools.cycle] = {}
 
     def planned(self: Speculation, room: int) -> int:
@@ -87,7 +87,7 @@ def _lengths_that_change(monkeypatch):
 @each_case
 @pytest.mark.parametrize(("fixed", "slots"), [(False, 3), (True, 2)])
 def test_greedy_text_is_that_of_the_full_model(case, fixed, slots):
-    """Alone and beside others; with depth and log-probabilities as full dense passes without a cache give them."""
+    """Alone and with others; depth and log-probabilities equal those of dense passes without a cache."""
     model = lively(case)
     engine = drafting_engine(model, slots=slots, fixed=fixed)
     requests = [ask.submit(engine) for ask in GREEDY]
@@ -102,7 +102,7 @@ def test_greedy_text_is_that_of_the_full_model(case, fixed, slots):
 
 
 def replayed(function, device, restore=lambda: None):
-    """As `captured` on a GPU: a call runs the same function again, and overwrites what the one before returned."""
+    """Imitates `captured` on a GPU: each call runs the function again and overwrites the previous result."""
     kept = function()
     restore()
 
@@ -118,7 +118,7 @@ def replayed(function, device, restore=lambda: None):
 @each_quick_case
 def test_captured_drafts_and_verifications_write_the_same_text(case, monkeypatch):
     monkeypatch.setattr("tokendepth.infer.capture.captured", replayed)
-    for module in ("engine", "speculation"):  # from a GPU that copies
+    for module in ("engine", "speculation"):  # a GPU would copy
         monkeypatch.setattr(f"tokendepth.infer.{module}.on_host", lambda trace: copy.deepcopy(on_host(trace)))
     model = lively(case)
     engine = drafting_engine(model, slots=2, fixed=True)
@@ -139,7 +139,7 @@ def test_captured_drafts_and_verifications_write_the_same_text(case, monkeypatch
 
 @each_quick_case
 def test_drafts_of_the_full_model_itself_are_all_kept(case):
-    """Greedy and drawn alike: where the two distributions are the same, nothing is ever rejected."""
+    """Greedy or sampled: if the two distributions are the same, nothing is ever rejected."""
     model = lively(case)
     sites = sum(site.routed for site in model.method.sites(keys=1))
     live = model.method.live_thresholds()
@@ -179,12 +179,12 @@ def test_requests_with_thresholds_of_their_own_are_verified_at_those():
         check(request, alone(model, GREEDY[1], None if each is None else torch.tensor(each)))
 
 
-# --- what ends a request, and what it is told -------------------------------------------------------------------------
+# --- what ends a request, and its accounting --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"stop": True}, {"stop_ids": True}, {"max_tokens": 5}])
 def test_a_request_ends_where_it_does_without_drafts(options):
-    """In the middle of a draft: what was kept beyond the end is not shown, and the slot is free again."""
+    """In the middle of a draft: tokens kept beyond the end are not shown, and the slot is freed."""
     model, prompt = lively("budget"), list(GREEDY[1].prompt)
 
     def written(engine: Engine, **given):
@@ -197,7 +197,7 @@ def test_a_request_ends_where_it_does_without_drafts(options):
         options = {"stop": [whole.text[1:3]]}
     elif "stop_ids" in options:
         options = {"stop_ids": [whole.tokens[2].choice.token]}
-    # The full model drafts for itself, so that every draft is kept and the end lies inside one.
+    # The draft is the full model, so every draft is kept and the end lies inside one.
     live = model.method.live_thresholds()
     assert live is not None
     engine = drafting_engine(model, live.tolist(), slots=1)
@@ -225,7 +225,7 @@ def test_a_cancelled_request_leaves_no_trace():
     "case", ["span modern", *(pytest.param(case, marks=pytest.mark.slow) for case in ("budget", "early_exit"))]
 )
 def test_every_flop_is_accounted_for(case):
-    """Those of the tokens, of the drafts, and of what was drafted in vain are all that were executed."""
+    """FLOPs of tokens, drafts and rejected tokens add up to all executed FLOPs."""
     model = lively(case)
     engine = drafting_engine(model, slots=1)
     request = GREEDY[1].submit(engine)
@@ -288,7 +288,7 @@ def test_drawn_tokens_have_the_distribution_of_the_full_model(case):
 
 @torch.no_grad()
 def triples(model: LanguageModel, prompt: list[int], ask: Sampling) -> torch.Tensor:
-    """`[first, second, third]`: the chance of each continuation by three tokens, by full passes over all of them."""
+    """`[first, second, third]`: the probability of every continuation by three tokens, from full passes."""
 
     def next_ones(texts: list[list[int]]) -> torch.Tensor:
         logits = model(torch.tensor(texts), execution="hard").logits[:, -1]
@@ -431,11 +431,11 @@ def test_the_command_says_what_drafting_came_to(runs, capsys):
     assert "--speculate is 'much'; expected auto, or a share of tokens such as 0.2" in capsys.readouterr().err
 
 
-# --- what passes take here --------------------------------------------------------------------------------------------
+# --- timing -----------------------------------------------------------------------------------------------------------
 
 
 def timed_as(monkeypatch, **milliseconds: float) -> list[int]:
-    """Passes run as they do, but take this long: `plain`, `draft`, and `verify` for each token; counts measurements."""
+    """Pretend that passes take this long: `plain`, `draft`, and `verify` per token; counts measurements."""
     calls = []
 
     def fake(passes, repeats, device):
@@ -472,7 +472,7 @@ def test_the_pace_is_what_passes_take_beside_the_weights_that_they_read(case, fi
     (tmp_path / "drafting.json").write_text("{")
     again.take_pace()
     assert len(calls) == 2 + fixed, "damaged"
-    if case != "early_exit":  # whose threshold is of the config
+    if case != "early_exit":  # its threshold is in the config
         again.model.method.set_thresholds([threshold + 1 for threshold in again.model.method.thresholds])
         again.take_pace()
         assert len(calls) == 3 + fixed, "another budget"
@@ -481,7 +481,7 @@ def test_the_pace_is_what_passes_take_beside_the_weights_that_they_read(case, fi
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("case", ["span", "budget", "budget modern", "early_exit"])
 def test_where_time_is_what_is_read_all_factors_are_one(case, fixed, monkeypatch):
-    """Each step is weighed by the work that it did, not by that of another one."""
+    """Each step is normalised by its own work."""
     engine = drafting_engine(lively(case), slots=2, fixed=fixed)
     weights, seen, real = Speculation(engine._sites, engine.model.head_flops).weights, [], engine._verified
 
@@ -525,7 +525,7 @@ def test_a_cache_folder_that_cannot_be_written_costs_a_line_and_no_text(monkeypa
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_the_pace_by_hand(skips, monkeypatch, tmp_path):
-    """All tokens take the span, or none, so verifying reads what a plain step does; drafts skip it."""
+    """All tokens take the span, or none, so verifying reads as much as a plain step; drafts skip it."""
     monkeypatch.setenv("TOKENDEPTH_CACHE", str(tmp_path))
     timed_as(monkeypatch, plain=2.0, draft=1.0, verify=3.0)
     model = copy.deepcopy(lively("span"))

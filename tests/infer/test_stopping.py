@@ -1,4 +1,4 @@
-"""Stop strings: found across tokens however the text is cut, and never shown in part."""
+"""Stop strings are found across tokens, however the text is tokenised, and never shown in part."""
 
 import pytest
 from hypothesis import given
@@ -27,9 +27,9 @@ def pieces(text: str, stop: list[str], tokenizer=LETTERS) -> tuple[list[str], bo
         ("abcabc", [], ["a", "b", "c", "a", "b", "c", ""], False),
         ("abcabc", ["ca"], ["a", "b", "", "", ""], True),
         ("aabab", ["aba"], ["", "a", "", "", ""], True),  # a second beginning inside the first
-        ("abab", ["abc"], ["", "", "ab", "", "ab"], False),  # what waited is shown at the end
-        ("abc", ["abc", "b"], ["", "a", ""], True),  # what is complete first
-        ("cab", ["ab", "b"], ["c", "", "", ""], True),  # of two that end together the longer
+        ("abab", ["abc"], ["", "", "ab", "", "ab"], False),  # text held back is shown at the end
+        ("abc", ["abc", "b"], ["", "a", ""], True),  # the one that is complete first
+        ("cab", ["ab", "b"], ["c", "", "", ""], True),  # of two that end together, the longer
         ("abc", ["c"], ["a", "b", "", ""], True),
         ("abc", ["a"], ["", ""], True),
     ],
@@ -55,7 +55,7 @@ def test_a_character_that_never_becomes_whole_is_replaced():
     cuts=st.lists(st.integers(1, 5), max_size=20),
 )
 def test_however_the_text_is_cut_what_is_shown_is_the_same(text, stop, cuts):
-    """That of characters one by one: up to the string that is complete first, and all of it where there is none."""
+    """As for single characters: up to the stop string that is complete first, or everything if there is none."""
 
     class Cut(CharTokenizer):
         def token_bytes(self, token: int) -> bytes:

@@ -1,6 +1,6 @@
-"""Attention in all its shapes: shared keys and values, biases, normed and turned queries and keys; packed and skipped.
+"""Attention in all shapes: shared keys and values, biases, normalised and rotated queries and keys; packed and skipped.
 
-Where both sides compute the same sums of some dozens of terms of order 1 in float32, they may differ by 1e-5.
+If both sides compute the same float32 sums of some dozens of terms of order 1, they may differ by 1e-5.
 """
 
 import math
@@ -34,7 +34,7 @@ SHAPES = {
 
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 each_execution = pytest.mark.parametrize("execution", ["hard", "sparse"])
-each_batch = pytest.mark.parametrize("batch", [1, 3])  # a sequence that is alone takes another path
+each_batch = pytest.mark.parametrize("batch", [1, 3])  # a single sequence uses a different code path
 
 
 def lively(module: torch.nn.Module) -> torch.nn.Module:
@@ -55,7 +55,7 @@ def some(batch: int = 2) -> Tensor:
 
 
 def context(shape: ModelConfig, execution: str = "soft", valid: Tensor | None = None) -> Context:
-    """With rotary positions, the rotation of a whole sequence."""
+    """With the rotation for a whole sequence, if positions are rotary."""
     positions = torch.arange(TIME) if valid is None else (valid.long().cumsum(1) - 1).clamp(min=0)
     rotation = RotaryPositions(shape).rotation(positions) if shape.positions == "rotary" else None
     return Context(execution, valid=valid, rotation=rotation)
@@ -66,7 +66,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def by_hand(attention: Attention, shape: ModelConfig, x: Tensor) -> Tensor:
-    """One sequence `[time, d]`: head by head and token by token, its projections cut out of `qkv` by hand."""
+    """One sequence `[time, d]`, head by head and token by token, with projections sliced from `qkv` by hand."""
     heads, kv_heads, width = shape.n_head, shape.n_kv_head or shape.n_head, shape.head_width or 32 // shape.n_head
     projected = x @ attention.qkv.weight.T + (0 if attention.qkv.bias is None else attention.qkv.bias)
     cuts = [heads * width, kv_heads * width, kv_heads * width]
@@ -81,7 +81,7 @@ def by_hand(attention: Attention, shape: ModelConfig, x: Tensor) -> Tensor:
         q, k = (rotated(part[None], rotation)[0] for part in (q, k))
     gathered = torch.zeros(len(x), heads, width)
     for head in range(heads):
-        shared = head // (heads // kv_heads)  # neighbours share
+        shared = head // (heads // kv_heads)  # neighbours share a head
         for t in range(len(x)):
             weights = (k[: t + 1, shared] @ q[t, head] / math.sqrt(width)).softmax(0)
             gathered[t, head] = weights @ v[: t + 1, shared]
@@ -102,7 +102,7 @@ def test_every_shape_by_hand(shape):
 @each_execution
 @each_batch
 def test_shared_keys_and_values_are_heads_of_their_own_repeated(kv_heads, execution, batch):
-    """A block with a head for each query head, whose weights are those of the shared ones over and over."""
+    """A block with one K/V head per query head, whose weights are the shared ones, repeated."""
     grouped = lively(Block(replace(CLASSIC, n_kv_head=kv_heads), 0))
     full = lively(Block(CLASSIC, 0))
     weights = grouped.state_dict()
@@ -125,7 +125,7 @@ def test_which_projections_have_a_bias():
 
 @torch.no_grad()
 def test_queries_and_keys_are_normed_before_they_are_turned():
-    """The scale differs between the two numbers of a pair, so that the order is seen."""
+    """The scale differs between the two elements of a pair, so that the order matters."""
     shape = replace(CLASSIC, positions="rotary", qk_norm=True)
     attention, x = lively(Attention(shape, 0)), states(1)
     rotation = context(shape).rotation
@@ -144,7 +144,7 @@ def test_queries_and_keys_are_normed_before_they_are_turned():
 @each_shape
 @pytest.mark.parametrize("padded", [False, True])
 def test_packed_rows_are_the_unpacked_ones(shape, padded):
-    """Selected tokens as a shorter sequence: each at its own position, among themselves."""
+    """Selected tokens as a shorter sequence: at their own positions, attending only to each other."""
     block, h = lively(Block(shape, 0)), states()
     places = torch.tensor([[1, 4, 5, 10], [0, 2, 9, 11]])
     active = torch.zeros(2, TIME, dtype=torch.bool).scatter(1, places, torch.ones(2, 4, dtype=torch.bool))
@@ -167,7 +167,7 @@ def test_packed_rows_are_the_unpacked_ones(shape, padded):
 def test_packed_rows_that_only_fill_up_are_seen_by_nobody(shape, padded):
     block, h = lively(Block(shape, 0)), states(1)
     valid = torch.ones(1, TIME, dtype=torch.bool)
-    valid[0, :2] = False  # token 1 is padding, and nobody sees that either
+    valid[0, :2] = False  # token 1 is padding, which no token sees either
     ctx = context(shape, valid=valid if padded else None)
     places, there = torch.tensor([[1, 4, 7, 9]]), torch.tensor([[True, True, False, True]])
     filled = block(h[:, [1, 4, 7, 9]], ctx.packed(places, there))
@@ -187,7 +187,7 @@ def test_sparse_is_hard(shape, keys, batch):
     for execution in ("hard", "sparse"):
         ctx = context(shape, execution)
         over = keys
-        if keys == "given":  # made of other states
+        if keys == "given":  # from other states
             kv = F.linear(block.norm_attention(h.flip(1)), *block.attention.kv_weights())
             over = block.attention.leave_keys(kv, ctx)
         found[execution] = [block(h.clone(), ctx, Rows(active), keys=over, gate=g) for g in (None, gate)]
@@ -229,7 +229,7 @@ def test_sequences_twice_are_the_sequences(shape):
 
 
 def test_the_mask_with_columns_by_hand():
-    """New tokens at columns 1, 2 and 0, 3 of four; a token sees its own column in any case."""
+    """New tokens at columns 1, 2 and 0, 3 of four; a token always sees its own column."""
     seen = torch.tensor([[True, False, True, True], [False, True, False, False]])
     mask = causal_mask(2, 4, seen, torch.tensor([[1, 2], [0, 3]]))
     assert mask.int().tolist() == [[[[1, 1, 0, 0], [1, 0, 1, 0]]], [[[1, 0, 0, 0], [0, 1, 0, 1]]]]

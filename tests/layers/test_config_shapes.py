@@ -1,4 +1,4 @@
-"""What shapes a model cannot have: each is refused in one line that names the option and what was expected of it."""
+"""Invalid shapes of a model: each gives a one-line error that names the option and what was expected."""
 
 from dataclasses import replace
 
@@ -22,8 +22,8 @@ REFUSED = {
     "an odd rotary width": ({**ROTARY, "head_width": 7}, "model.head_width is 7, an odd number; expected an even one"),
     "an odd rotary quotient": ({**ROTARY, "d_model": 24}, "model.head_width is 3, an odd number"),
     "stretched learned positions": ({"rope_scaling": "linear"}, "since learned positions are not rotary"),
-    "llama3 of no context": ({**LLAMA3, "rope_original_context": 0}, "expected the context before stretching"),
-    "yarn of no context": ({**YARN, "rope_original_context": 0}, "expected the context before stretching"),
+    "llama3 of no context": ({**LLAMA3, "rope_original_context": 0}, "expected the context before scaling"),
+    "yarn of no context": ({**YARN, "rope_original_context": 0}, "expected the context before scaling"),
     "less than no context": ({**YARN, "rope_original_context": -1}, "model.rope_original_context is -1"),
     "a base for nothing": (
         {"rope_base": 5e5},

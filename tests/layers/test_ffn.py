@@ -13,7 +13,7 @@ D, FF = 6, 10
 
 
 def network(ffn: str, bias: bool = True) -> FeedForward | GatedFeedForward:
-    """With matrices that matter."""
+    """With matrices large enough to matter."""
     torch.manual_seed(0)
     made = make_ffn(ModelConfig(d_model=D, n_head=1, d_ff=FF, ffn=ffn, ffn_bias=bias))
     with torch.no_grad():
@@ -29,7 +29,7 @@ def states() -> Tensor:
 def act(ffn: str, x: float) -> float:
     if ffn == "gelu":  # exact
         return 0.5 * x * (1 + math.erf(x / math.sqrt(2)))
-    if ffn == "geglu":  # by the tanh, as the models that have it do
+    if ffn == "geglu":  # the tanh form, as in models with GeGLU
         return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     return x / (1 + math.exp(-x))
 

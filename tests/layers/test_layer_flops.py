@@ -1,4 +1,4 @@
-"""What a block says it costs is what is dispatched, whatever it is made of; and so is a step of training."""
+"""The reported FLOPs of a block, of any kind, are those dispatched; so are those of a training step."""
 
 from dataclasses import replace
 from itertools import product
@@ -41,7 +41,7 @@ def test_a_dense_pass_costs_what_its_sites_add_up_to(shape):
     assert per_token == by_hand
 
 
-@pytest.mark.parametrize("batch", [1, 3])  # a sequence that is alone takes another path
+@pytest.mark.parametrize("batch", [1, 3])  # a single sequence uses a different code path
 @pytest.mark.parametrize("name", ["grouped-swiglu-modern", "single-gelu-plain", "wide-geglu-modern"])
 def test_a_skipped_token_costs_what_its_site_says(name, batch):
     model, ids = model_of(SHAPES[name], TSAConfig()), torch.zeros(batch, TIME, dtype=torch.long)
@@ -55,7 +55,7 @@ def test_a_skipped_token_costs_what_its_site_says(name, batch):
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("name", ["own-gelu-plain", "grouped-swiglu-modern"])
 def test_a_pass_over_a_cache_costs_what_its_trace_says(name, fixed):
-    """A query attends over as many keys as the longest sequence has, or over all columns."""
+    """A query attends to as many keys as the longest sequence has, or to all columns."""
     shape = SHAPES[name]
     model = model_of(shape)
     cache = KVCache(shape, 2, 9, like=model.norm.weight.detach(), fixed=fixed)
@@ -69,7 +69,7 @@ def test_a_pass_over_a_cache_costs_what_its_trace_says(name, fixed):
 
 @pytest.mark.parametrize("name", ["own-gelu-plain", "grouped-swiglu-modern", "single-gelu-plain", "wide-geglu-modern"])
 def test_a_step_of_training_costs_three_passes(name):
-    """Each product has two in the backward pass."""
+    """Each product has two more in the backward pass."""
     shape = SHAPES[name]
     sites = [block.site("block", TIME, routed=False) for block in model_of(shape).method.blocks]
     passes = sum(site.always + site.active for site in sites) + 2 * 32 * 11

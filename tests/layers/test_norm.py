@@ -1,4 +1,4 @@
-"""Both norms by hand, and what of them routers and kernels read."""
+"""Both norms by hand, and the parts that routers and kernels read."""
 
 import math
 
@@ -10,11 +10,11 @@ from tokendepth.config import ModelConfig
 from tokendepth.layers.norm import make_norm, norm_weights, without_scale
 
 EPS = 0.1
-"""So large that a norm without it, or with it in another place, is another one."""
+"""Large enough that leaving it out or misplacing it changes the norm."""
 
 
 def norm_of(kind: str) -> nn.Module:
-    """With a scale and a shift that change what they touch."""
+    """With a nontrivial scale and shift."""
     norm = make_norm(ModelConfig(d_model=4, n_head=1, norm=kind, norm_eps=EPS))
     with torch.no_grad():
         norm.weight.copy_(torch.tensor([2.0, -1.0, 0.5, 3.0]))

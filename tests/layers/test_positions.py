@@ -1,6 +1,6 @@
-"""Where tokens stand: rotations by hand, frequencies by the published formulas in plain Python.
+"""Positions: rotations by hand, frequencies by the published formulas in plain Python.
 
-Frequencies are made in float32 from base ** x: an exponent of order 10 that errs by 6e-8 makes 1e-6 relative.
+Frequencies are computed in float32 from base ** x; an exponent of order 10 with an error of 6e-8 gives 1e-6 relative.
 """
 
 import math
@@ -27,7 +27,7 @@ def turned(x: Tensor, positions: list[int], shape: ModelConfig) -> Tensor:
 
 
 def test_a_head_of_four_by_hand():
-    """Pairs (x_0, x_2) and (x_1, x_3), turned by 3 * 1 and 3 * 100^(-1/2) = 0.3."""
+    """Pairs (x_0, x_2) and (x_1, x_3), rotated by 3 * 1 and 3 * 100^(-1/2) = 0.3."""
     a, b, c, d = 1.0, 2.0, -3.0, 0.5
     expected = [
         a * math.cos(3.0) - c * math.sin(3.0),
@@ -41,7 +41,7 @@ def test_a_head_of_four_by_hand():
 
 @pytest.mark.parametrize("shape", [(5,), (2, 5)], ids=["time", "batch and time"])
 def test_a_compiler_takes_angles_as_one_op(shape):
-    """Else it would compute cosines and sines anew in every block."""
+    """Otherwise it would recompute cosines and sines in every block."""
     places, turns = torch.arange(math.prod(shape)).view(shape), RotaryPositions(rotary(8))
     graphs = []
 
@@ -121,7 +121,7 @@ def plain(width: int, base: float) -> list[float]:
 
 
 def llama3(width: int, base: float, factor: float, original: int, low: float, high: float) -> list[float]:
-    """As Meta's code for Llama 3.1 has it, by wavelengths."""
+    """As in Meta's code for Llama 3.1, by wavelength."""
     found = []
     for frequency in plain(width, base):
         wavelength = 2 * math.pi / frequency
@@ -136,7 +136,7 @@ def llama3(width: int, base: float, factor: float, original: int, low: float, hi
 
 
 def yarn(width: int, base: float, factor: float, original: int, slow: float, fast: float) -> list[float]:
-    """As the authors' code has it: a ramp over the pairs between those that turn `fast` and `slow` times."""
+    """As in the authors' code: a ramp over the pairs between those that make `fast` and `slow` turns."""
 
     def pair(turns: float) -> float:
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -207,7 +207,7 @@ def test_yarn(width, factor, original, low, high):
 
 
 def test_yarn_scales_cosines_and_sines():
-    """By 0.1 ln(factor) + 1, so that scores grow by its square; at position 0 that is all there is."""
+    """By 0.1 ln(factor) + 1, so that scores grow by its square; at position 0 that is the only effect."""
     shape = rotary(8, rope_scaling="yarn", rope_factor=16.0, rope_original_context=32)
     cos, sin = RotaryPositions(shape).rotation(torch.tensor([0, 5]))
     magnitude = 0.1 * math.log(16) + 1

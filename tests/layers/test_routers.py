@@ -1,4 +1,4 @@
-"""What decides about a token does so in float32 or better, whatever the precision of the states and of the weights."""
+"""Routers decide in float32 or better, regardless of the precision of states and weights."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def by_hand(router: nn.Module, h: Tensor) -> Tensor:
 @each_router
 @each_dtype
 def test_states_of_any_precision_give_logits_in_float32(kind, dtype):
-    """The states were rounded before; nothing is rounded to low precision after that."""
+    """The states are already rounded; nothing is rounded to low precision after that."""
     router, h = made(kind), states(dtype)
     logits = router(h)
     assert logits.shape == (2, 50)
@@ -67,7 +67,7 @@ def test_weights_in_float64_compute_in_float64(kind):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_router_in_low_precision_answers_in_float32(dtype):
-    """Its hidden units are rounded to what the weights are in, and so is its answer: a few of 2^-9 each."""
+    """Hidden units and the result are rounded to the dtype of the weights: a few errors of 2^-9 each."""
     router, h = made(Router).to(dtype), states(dtype)
     logits, exact = router(h), by_hand(router, h)
     terms = (h.double().abs() @ router.hidden.weight.double().abs().T + router.hidden.bias.double().abs()).float()

@@ -1,4 +1,4 @@
-"""Which blocks change the states least: found where it is planted."""
+"""Which blocks change the states least: planted blocks are found."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ SHAPE = ModelConfig(d_model=32, n_layer=7, n_head=4, d_ff=48, context=16, dropou
 
 @torch.no_grad()
 def planted(*idle: int) -> LanguageModel:
-    """A dense model of which some blocks hardly add anything."""
+    """A dense model in which some blocks add almost nothing."""
     model = build(RunConfig(model=SHAPE, method=DenseConfig())).eval()
     for n, block in enumerate(model.method.blocks):  # pyright: ignore
         for projection in (block.attention.out, block.ffn.down):  # pyright: ignore
@@ -35,7 +35,7 @@ def planted(*idle: int) -> LanguageModel:
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Targets that the model itself finds likely, so that whatever blocks add matters for the loss."""
+    """Targets that the model itself finds likely, so that every block's update matters for the loss."""
     ids = torch.randint(11, (8, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         return ids, planted(3, 4)(ids).logits.argmax(-1)

@@ -1,4 +1,4 @@
-"""A budget on unseen text, thresholds that are kept, and budgets that are refused."""
+"""A budget on unseen text, stored thresholds, and rejected budgets."""
 
 import json
 import random
@@ -29,9 +29,9 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
-    """On words thrown like dice: thresholds hold on unseen text of the same kind, and here it is of one kind.
+    """On random words: thresholds hold on unseen text of the same kind, and here all text is of one kind.
 
-    The 60,000 characters of the validation split are some 10,000 words: a share of them is known to half a hundredth.
+    The 60,000 characters of the validation split are about 10,000 words, enough to know a share to within 0.005.
     """
     folder = tmp_path_factory.mktemp("budget")
     dice = random.Random(0)
@@ -48,7 +48,7 @@ def tsa(tmp_path_factory) -> Run:
 
 
 def routed(figures: dict[str, Any]) -> list[float]:
-    """The share of every routed block; their mean would hide blocks that miss the budget on either side."""
+    """The share in every routed block; the mean would hide blocks that miss the budget in opposite directions."""
     first, *shares = figures["active_fraction_per_site"]
     assert first == 1.0
     return shares
@@ -83,7 +83,7 @@ def test_a_curve_holds_every_budget_and_costs_rise_with_it(run):
 
 @pytest.fixture(scope="module")
 def stretches(tmp_path_factory) -> Run:
-    """Of two alphabets in turns of 500 characters at random, so that windows differ as much as they can."""
+    """Random alternation of two alphabets every 500 characters, so that windows differ as much as possible."""
     folder, dice = tmp_path_factory.mktemp("stretches"), random.Random(0)
     text = "".join("".join(dice.choices(dice.choice(["abcd", "0123"]), k=500)) for _ in range(800))
     corpus = write_corpus(folder, text)
@@ -102,7 +102,7 @@ def test_a_text_whose_windows_differ_is_looked_at_for_longer(stretches, run, mon
     monkeypatch.setattr(calibrate, "calibrate_on", counting)
     first = calibrate.FIRST_TOKENS // 32
     calibrate.calibrate(load_model(run, CPU), data.load(run.config.data), 0.4)
-    alike = max(looked_at)  # words thrown like dice
+    alike = max(looked_at)  # random words
     looked_at.clear()
     model, dataset = load_model(stretches, CPU), data.load(stretches.config.data)
     calibrate.calibrate(model, dataset, 0.4, roughly=True)
@@ -115,7 +115,7 @@ def test_a_text_whose_windows_differ_is_looked_at_for_longer(stretches, run, mon
 
 
 def test_blocks_that_differ_are_not_taken_for_alike_because_their_mean_is(run, monkeypatch):
-    """What one block takes more of, the other takes less of: a share is promised for each."""
+    """One block takes more tokens as the other takes fewer, but the budget must hold for each."""
     looked_at = []
 
     def opposite(model, ids, budget):
@@ -148,7 +148,7 @@ def test_kept_thresholds_are_used_and_need_no_corpus(run, capsys):
 
 
 def test_thresholds_have_not_seen_evaluation_text(run, monkeypatch):
-    """The same thresholds whatever stands after the training split."""
+    """The thresholds do not depend on what follows the training split."""
     dataset = data.load(run.config.data)
     seen = np.array(dataset.ids)
     seen[dataset.ends[0] :] = 0
@@ -172,7 +172,7 @@ def test_a_damaged_calibration_is_named(run):
 
 @pytest.fixture
 def kept(run) -> Iterator[Path]:
-    """calibration.json with the thresholds of two budgets."""
+    """A calibration.json with the thresholds for two budgets."""
     model, path = load_model(run, CPU), run.path / "calibration.json"
     for budget, shift in ((0.6, 0.0), (0.3, 1.5)):
         model.method.set_thresholds([value + shift for value in model.method.thresholds])
@@ -220,7 +220,7 @@ def test_old_thresholds_without_a_seal_are_read(tmp_path):
     right, kept = model.method.thresholds, json.loads(path.read_text())["thresholds"]
     manifest = json.loads((run.path / MANIFEST).read_text())
     del manifest["sha256"]
-    (run.path / MANIFEST).write_bytes(sealed({**manifest, "version": 1}))  # as it was before there were seals
+    (run.path / MANIFEST).write_bytes(sealed({**manifest, "version": 1}))  # as before there were seals
     write_json(path, {"version": 1, "thresholds": kept})
     model = load_model(run, CPU)
     calibrate.set_budget(model, run, 0.75)

@@ -1,4 +1,4 @@
-"""A captured graph, on a GPU of which only the calls are there: what it reads must not be freed while it can be run."""
+"""A captured graph on a fake GPU: what it reads must not be freed while it can be replayed."""
 
 import contextlib
 import gc
@@ -14,12 +14,12 @@ GPU = torch.device("cuda")
 
 
 class Weights:
-    """Something that a pass reads."""
+    """An object that a pass reads."""
 
 
 @pytest.fixture(autouse=True)
 def pools(monkeypatch) -> list:
-    """The pool of every graph that is captured."""
+    """The memory pool of every captured graph."""
     seen = []
     for name in ("Stream", "CUDAGraph", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())

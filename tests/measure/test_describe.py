@@ -34,7 +34,7 @@ def test_a_model_that_does_not_fit_is_refused(memory):
     memory(-1)
     with pytest.raises(UserError) as error:
         describe.check_fits(config(batch_size=1), CPU)
-    said = "GiB to be trained, more than the 0.1 GiB of this machine's cpu; lower --model.d-model"
+    said = "GiB for training, more than the 0.1 GiB of this machine's cpu; lower --model.d-model"
     assert said in one_line(error.value)
 
 
@@ -43,7 +43,7 @@ def test_a_batch_that_does_not_fit_is_refused(memory):
     describe.check_fits(config(batch_size=64), CPU)
     with pytest.raises(UserError) as error:
         describe.check_fits(config(batch_size=65), CPU)
-    assert "train.batch_size is 65, which needs 0.2 GiB or more" in one_line(error.value)
+    assert "train.batch_size is 65, which needs at least 0.2 GiB" in one_line(error.value)
 
 
 def test_only_sequences_of_one_pass_need_memory_at_once(memory):

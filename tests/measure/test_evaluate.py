@@ -1,4 +1,4 @@
-"""Evaluation: over every target once, deterministic, under each execution, and equal to what a plain loop finds."""
+"""Evaluation: every target once, deterministic, in every execution mode, and equal to a plain loop."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from tokendepth.trace import EXECUTIONS
 from tokendepth.training.loop import train
 
 CPU = torch.device("cpu")
-# Means over the same float32 logits, summed in another order or computed in batches of another size.
+# Means over the same float32 logits, summed in another order or computed with another batch size.
 ROUNDING = 1e-6
 
 
@@ -36,7 +36,7 @@ def trained(folder: Path, **changes) -> Run:
 
 @pytest.fixture(scope="module")
 def tsa(tmp_path_factory) -> Run:
-    """Trained until its routers skip some of the work but not all; the other tests rely on that."""
+    """Trained until its routers skip some but not all of the work; other tests rely on that."""
     run = trained(tmp_path_factory.mktemp("tsa"), method=TSAConfig(depth_penalty=0.005), steps=100, batch_size=8)
     assert 0.1 < evaluate(run, timing=False)["sparse"]["active_fraction"] < 0.9
     return run
@@ -53,7 +53,7 @@ def figures(tsa) -> dict:
 
 
 def by_hand(run: Run, split: str, execution: str, *, of_bytes: bool = False) -> tuple[float, int]:
-    """The mean loss over every target of the split and their number, one window and one target at a time."""
+    """The mean loss over all targets of the split and their number, computed one window and one target at a time."""
     model, context = load_model(run, CPU), run.config.model.context
     corpus = Path(run.config.data.corpus.removeprefix("text:"))
     if of_bytes:
@@ -103,7 +103,7 @@ def test_everything_is_there(tsa):
 
 def test_asking_twice_gives_the_same_and_changes_no_run(tsa, figures):
     before = hashes(tsa.path)
-    torch.rand(3)  # the dice of the controls are their own
+    torch.rand(3)  # the controls use their own random generator
     assert evaluate(tsa, timing=False) == figures
     timed = evaluate(tsa)
     assert {**timed, "time": None} == figures
@@ -145,7 +145,7 @@ def test_the_batch_size_does_not_matter(tsa, figures, execution, batch_size):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_losses_are_summed_exactly(dense, masked):
-    """A float32 sum over the 16,384 targets of one batch is off by 1e-6; by how much depends on the batch size."""
+    """A float32 sum over the 16,384 targets of one batch has an error of 1e-6, which depends on the batch size."""
     random = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(1024, 16, 32, generator=random)
     targets = torch.randint(0, 32, (1024, 16), generator=random)
@@ -207,7 +207,7 @@ def test_bits_are_nats_by_the_unit_that_they_are_named_after(tmp_path, tokens, s
 
 
 def test_what_is_saved_follows_from_the_active_fractions(figures):
-    """Eq. 6 and 7 with three layers, of which the stem is always active."""
+    """Eq. 6 and 7 with three layers; the stem is always active."""
     for execution in EXECUTIONS:
         stem, *routed = figures[execution]["active_fraction_per_site"]
         assert stem == 1.0
@@ -218,14 +218,14 @@ def test_what_is_saved_follows_from_the_active_fractions(figures):
 
 
 def test_flops_are_counted_by_hand(figures):
-    """2 x multiply-adds: K and V for all, the rest of a block for the active, routers and head for all."""
+    """2 x multiply-adds: keys and values, routers and head for all tokens, the rest of a block for active ones."""
     tokens = figures["tokens"]
     full, rest = divmod(tokens, 16)
-    keys = (full * 16 * 16 + rest * rest) / tokens  # a row of the last, shorter window is shorter
+    keys = (full * 16 * 16 + rest * rest) / tokens  # rows of the last, shorter window are shorter
     kv, others = 2 * 2 * 32 * 32, 2 * (2 * 32 * 32 + 2 * 32 * 64) + 4 * keys * 32
     head, router = 2 * 32 * len(set(TEXT)), 2 * (32 * 16 + 16)
     assert figures["flops_per_token_dense"] == pytest.approx(3 * (kv + others) + head, rel=1e-12)
-    # The active tokens of the last window are not known here, so its shorter rows are only bounded.
+    # The active tokens of the last window are not known here, so its shorter rows only give a bound.
     active = sum(figures["sparse"]["active_fraction_per_site"])
     executed = 3 * kv + 2 * router + head + active * others
     assert figures["flops_per_token"] == pytest.approx(executed, rel=4 * 16 * 32 * 2 * rest / tokens / executed)
@@ -259,15 +259,15 @@ def test_controls_are_told_apart_from_the_trained_router(figures):
         assert math.isfinite(control["loss"])
     assert controls["untrained_router_soft"]["active_fraction"] != figures["soft"]["active_fraction"]
     alpha, tokens = figures["hard"]["active_fraction"], figures["tokens"]
-    # Five standard deviations of the mean of that many dice.
+    # Five standard deviations of the mean of that many random decisions.
     assert abs(controls["random_decisions_hard"]["active_fraction"] - alpha) < 5 * math.sqrt(0.25 / (2 * tokens))
     assert controls["random_decisions_hard"]["loss"] != figures["hard"]["loss"]
 
 
 def test_an_untrained_router_keeps_sigmoid_of_one(tmp_path):
-    """At a learning rate of zero the run is its own control."""
+    """With a learning rate of zero the run is its own control."""
     found = evaluate(trained(tmp_path, steps=1, lr=0.0), timing=False)
-    # Random biases of its hidden layer move a router's logit by 0.04 (one sigma), the mean by 0.006; five of those.
+    # Random biases of a router's hidden layer move its logit by 0.04 (one sigma), the mean by 0.006; times five.
     assert found["soft"]["active_fraction"] == pytest.approx(1 / (1 + math.exp(-1)), abs=0.03)
     assert found["hard"]["active_fraction"] == 1.0
     for execution in ("soft", "hard"):
@@ -311,7 +311,7 @@ def test_copy_and_sort_give_accuracy_and_perplexity_over_the_target_only(tmp_pat
     model, dataset = load_model(run, CPU), load(run.config.data)
     for execution in EXECUTIONS:
         nats, hits = [], []
-        for inputs, targets in dataset.windows("val", 16, 1000):  # as they are evaluated
+        for inputs, targets in dataset.windows("val", 16, 1000):  # as in the evaluation
             with torch.no_grad():
                 logits = model(torch.from_numpy(inputs), execution=execution).logits.double()
             rows, wanted = logits[:, 4:].flatten(0, 1), torch.from_numpy(targets[:, 4:]).flatten()  # after SEP
@@ -322,13 +322,13 @@ def test_copy_and_sort_give_accuracy_and_perplexity_over_the_target_only(tmp_pat
         assert found[execution]["accuracy"] == np.mean(hits)
         assert found[execution]["perplexity"] == math.exp(found[execution]["loss"])
         assert "bits_per_character" not in found[execution]
-    assert found["soft"]["accuracy"] > 0.25  # it has learnt where EOS stands
+    assert found["soft"]["accuracy"] > 0.25  # it has learnt where EOS is
     assert found["passage"]["pieces"][0] == "<bos>"
     assert len(found["passage"]["pieces"]) == 8  # BOS, three symbols, SEP, three symbols
 
 
 def test_a_run_that_diverged_is_still_a_number_or_one_line(tmp_path):
-    """A loss of 1,000 nats is finite; its perplexity is not."""
+    """A loss of 1,000 nats is finite, its perplexity is not."""
     run = trained(tmp_path, corpus="copy", source_length=3, steps=1)
     weights = {name: array.copy() for name, array in run.weights().items()}
     weights["norm.weight"] *= 1e5
@@ -342,7 +342,7 @@ def test_a_run_that_diverged_is_still_a_number_or_one_line(tmp_path):
         json.dumps(found, allow_nan=False)
 
 
-# --- what cannot be evaluated -----------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def refused(run: Run, **options) -> str:
@@ -353,7 +353,7 @@ def refused(run: Run, **options) -> str:
 
 @pytest.fixture
 def copied(tsa, tmp_path) -> Run:
-    """The trained run, in a folder that a test may damage."""
+    """A copy of the trained run that a test may damage."""
     run = Run(tmp_path / "copy")
     run.path.mkdir()
     for file in tsa.path.iterdir():
@@ -421,7 +421,7 @@ def test_weights_that_are_no_numbers_are_refused_though_their_manifest_fits(copi
     "text", [TEXT[::-1], TEXT.replace("g", "G"), TEXT + "äöü" * 200], ids=["order", "case", "more"]
 )
 def test_a_corpus_that_was_edited_since_is_refused(tmp_path, text):
-    """The ids would mean other characters, or none; env.json holds the SHA-256 of the right text."""
+    """The ids would mean other characters, or none; env.json contains the SHA-256 of the right text."""
     run = trained(tmp_path, steps=1)
     write_corpus(tmp_path, text)
     assert "corpus" in refused(run)

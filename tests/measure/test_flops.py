@@ -1,4 +1,4 @@
-"""What training costs, counted: against arithmetic where a method is simple enough for it."""
+"""Training FLOPs, compared with arithmetic if a method is simple enough."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_distillation_doubles_the_step():
 
 
 def test_what_a_capacity_leaves_out_is_not_paid_in_training():
-    """Half of the tokens, whose attention square is a quarter of the whole."""
+    """Half of the tokens, so attention takes a quarter of the full square."""
     selected = 0.5 * (BLOCK - 4 * 16 * 32) + 0.25 * 4 * 16 * 32
     router = 2 * 32
     assert training(MoDConfig(capacity=0.5, decides="router")) == 3 * (2 * BLOCK + 2 * selected + HEAD + 2 * router)
@@ -36,7 +36,7 @@ def test_what_a_capacity_leaves_out_is_not_paid_in_training():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_the_count_does_not_depend_on_the_kernel(dropout):
-    """Attention dropout on a CPU takes another way than the fused kernel; the products are the same."""
+    """With dropout, attention on a CPU does not use the fused kernel; the products are the same."""
     q = torch.randn(1, 2, 8, 4, requires_grad=True)
 
     def attend() -> None:

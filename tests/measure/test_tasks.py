@@ -1,4 +1,4 @@
-"""Tasks scored by models whose every probability is known, and the depth that it took."""
+"""Tasks scored with models whose probabilities are all known, and the depth used."""
 
 import json
 import math
@@ -27,11 +27,11 @@ SHAPE = ModelConfig(
     vocab_size=8, d_model=8, n_layer=3, n_head=2, d_ff=8, context=16, norm="rms", positions="rotary", dropout=0.0,
     tie_head=False,
 )  # fmt: skip
-ROUNDING = 1e-5  # of sums of a dozen float32 logarithms
+ROUNDING = 1e-5  # for sums of a dozen float32 logarithms
 
 
 def bigrams(method=None) -> tuple[LanguageModel, Tensor]:
-    """A model that knows only the letter before, by construction: blocks add nothing, the head is a table of log p."""
+    """A bigram model by construction: blocks add nothing, and the head is a table of log-probabilities."""
     model = build(RunConfig(model=SHAPE, method=method or DenseConfig())).eval()
     table = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).mul(2).log_softmax(1)
     with torch.no_grad():
@@ -40,7 +40,7 @@ def bigrams(method=None) -> tuple[LanguageModel, Tensor]:
                 weight.zero_()
         model.embedding.weight.copy_(torch.eye(8))
         assert isinstance(model.head, nn.Linear)
-        model.head.weight.copy_(table.T * math.sqrt(1 / 8 + SHAPE.norm_eps))  # a one is divided by this in the norm
+        model.head.weight.copy_(table.T * math.sqrt(1 / 8 + SHAPE.norm_eps))  # the norm divides a one by this
     return model, table.double()
 
 
@@ -73,7 +73,7 @@ def test_a_model_whose_probabilities_are_known(asked):
         by_character = [p / max(1, len(t.removeprefix(" "))) for p, t in zip(sums, item.choices, strict=True)]
         for values, said in ((sums, plain), (by_character, scaled)):
             *_, second, best = sorted(values)
-            if best - second > ROUNDING:  # else rounding decides
+            if best - second > ROUNDING:  # otherwise rounding decides
                 assert said == (values[item.answer] == best)
     size = sum(len(item.choices[item.answer]) for item in asked)
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=ROUNDING)
@@ -95,7 +95,7 @@ def test_figures():
     assert figures["standard_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
     assert figures["chance"] == pytest.approx((1 / 3 + 1 / 2 + 1 / 2) / 4)
     assert (figures["active_fraction"], figures["block_flops"], figures["shortened"]) == (1, 1, 0)
-    # The last token of a choice is predicted, not read.
+    # The last token of a choice is only predicted.
     read = sum(len(item.context + choice) - 1 for item in ASKED for choice in item.choices)
     assert figures["tokens"] == read
 
@@ -122,8 +122,8 @@ def test_of_a_long_context_the_end_is_read():
 
 @pytest.mark.parametrize("method", [BudgetConfig(budget=0.5), SpanConfig(begin=1, length=2, budget=0.5)])
 def test_depth_is_what_was_executed(method, monkeypatch):
-    """Of a routed model: sparse answers as hard does, and its depth is that of the choices read one by one."""
-    monkeypatch.setattr(tasks, "AT_ONCE", 1)  # padding makes attention rows longer
+    """A routed model: sparse gives the same answers as hard, and the depth of reading choices one by one."""
+    monkeypatch.setattr(tasks, "AT_ONCE", 1)  # padding lengthens attention rows
     model, _ = bigrams(method)
     calibrate_on(model, torch.arange(64).view(4, 16) % 7, 0.5)
     sparse, hard = (score(model, LETTERS, ASKED, execution=execution) for execution in ("sparse", "hard"))

@@ -17,7 +17,7 @@ MODEL = ModelConfig(d_model=32, n_layer=STEPS, n_head=4, d_ff=48, context=TIME, 
 
 
 def act(**knobs) -> LanguageModel:
-    """Large matrices, and a halting unit that is sure of itself, so that tokens halt at different steps."""
+    """Large matrices and a halting unit with large logits, so that tokens halt at different steps."""
     model = build(RunConfig(model=MODEL, method=ACTConfig(**knobs))).eval()
     with torch.no_grad():
         for matrix in (p for p in model.parameters() if p.ndim == 2):
@@ -28,7 +28,7 @@ def act(**knobs) -> LanguageModel:
 
 
 def idle(h: float, **knobs) -> LanguageModel:
-    """A block that changes nothing and a halting unit that always says `h`."""
+    """A block that changes nothing and a halting unit that always returns `h`."""
     model = act(**knobs)
     block = model.method.block
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_the_equations_by_hand(execution):
 
 @pytest.mark.parametrize(("h", "steps"), [(0.1, 4), (0.34, 3), (0.4, 3), (0.5, 2), (0.73, 2), (0.995, 1)])
 def test_the_weights_add_up_to_one(h, steps):
-    """Nothing changes from step to step, so their sum is all that the output can differ by; 0.995 halts at once."""
+    """States do not change from step to step, so the output shows the sum of the weights; 0.995 halts at once."""
     model, hidden = idle(h), states()
     for execution in ("hard", "sparse"):
         with torch.no_grad():
@@ -92,7 +92,7 @@ def test_the_weights_add_up_to_one(h, steps):
 
 
 def test_at_first_two_steps_are_taken():
-    """b = 1: h = 0.73, so the second step passes 0.99."""
+    """b = 1: h = 0.73, so the sum exceeds 0.99 at the second step."""
     model = build(RunConfig(model=MODEL, method=ACTConfig()))
     assert model.method.halting.logit.bias.item() == 1.0
     assert (model(torch.randint(11, (4, TIME))).trace.work.sum(0) == 2).all()
@@ -100,7 +100,7 @@ def test_at_first_two_steps_are_taken():
 
 @pytest.mark.parametrize("kind", ["learned", "rotary"])
 def test_where_positions_enter(kind):
-    """Rotary ones at every step, as in the Universal Transformer; learned ones once, and the steps do not see them."""
+    """Rotary positions at every step, as in the Universal Transformer; learned ones once, outside the steps."""
     model = build(RunConfig(model=replace(MODEL, positions=kind), method=ACTConfig())).eval()
     entered, turned = [], []
     model.positions.register_forward_hook(lambda *_: entered.append(True))
@@ -116,7 +116,7 @@ def test_where_positions_enter(kind):
 
 @pytest.mark.parametrize(("h", "steps"), [(0.1, 4), (0.4, 3), (0.73, 2), (0.995, 1)])
 def test_the_ponder_cost_and_its_gradient(h, steps):
-    """rho = N + R with R = 1 - (N - 1) h; each h before the last has the gradient -1, the last has none."""
+    """rho = N + R with R = 1 - (N - 1) h; each h before the last has gradient -1, the last has none."""
     model = idle(h, ponder_cost=1.0)
     ponder = model.method(states(), Context()).losses["ponder"]
     assert float(ponder.detach()) == pytest.approx(steps + 1 - (steps - 1) * h, rel=1e-5)
@@ -125,7 +125,7 @@ def test_the_ponder_cost_and_its_gradient(h, steps):
 
 
 def test_the_task_also_teaches_when_to_halt():
-    """The output is sum p s, so its gradient by h is what the steps differ by: not zero where they do."""
+    """The output is sum p s, so its gradient with respect to h is the difference between steps: not zero."""
     model = act(ponder_cost=0.0)
     model.method(states(), Context()).hidden.square().sum().backward()
     assert model.method.halting.logit.weight.grad.abs().max() > 1e-3
@@ -135,7 +135,7 @@ def test_the_task_also_teaches_when_to_halt():
 
 
 def test_a_halted_token_is_frozen_and_still_seen():
-    """Token 3 halts after the first step: its output is its first state, and the later ones still attend to it."""
+    """Token 3 halts after the first step: its output is its first state, and later tokens still attend to it."""
     model, h = act(), states(1)
     decisions = torch.ones(STEPS - 1, 1, TIME, dtype=torch.bool)
     decisions[:, 0, 3] = False

@@ -1,4 +1,4 @@
-"""Budget routing: what is named is what runs, in training and in evaluation, and what is skipped is untouched."""
+"""Budget routing: the budget is met in training and in evaluation, and skipped tokens are unchanged."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ MODEL = ModelConfig(d_model=32, n_layer=3, n_head=4, d_ff=48, context=TIME, drop
 
 
 def budget(**knobs) -> LanguageModel:
-    """Routers that tell tokens apart, and updates as large as the state."""
+    """With routers that distinguish tokens, and updates as large as the state."""
     model = build(RunConfig(model=MODEL, method=BudgetConfig(**knobs)))
     with torch.no_grad():
         for name, matrix in model.method.named_parameters():
@@ -55,7 +55,7 @@ def test_the_named_share_of_different_scores_is_above_the_quantile(scores, share
 
 
 def test_a_calibrated_threshold_lies_between_two_scores():
-    """Where hard and sparse round differently, a token at the threshold to the bit would be decided about by chance."""
+    """Hard and sparse round differently, so the decision for a token exactly at the threshold would be arbitrary."""
     scores = torch.tensor([[0.0, 4.0, 1.0, 2.0]])
     assert [float(between(scores, level)) for level in (0.0, 0.25, 0.5, 1.0)] == [-0.5, 0.5, 1.5, 4.0]
     tiny = torch.tensor([1.0, 1.0 + 2.0**-23])
@@ -76,7 +76,7 @@ def test_an_active_token_keeps_the_sigmoid_of_its_score_and_a_skipped_one_is_unt
     method = method_of(budget().eval())
     h = torch.randn(2, TIME, 32, generator=torch.Generator().manual_seed(1))
     decisions = torch.rand(2, 2, TIME, generator=torch.Generator().manual_seed(2)) < 0.5
-    decisions[1] = False  # the last block does nothing
+    decisions[1] = False  # the last block skips all tokens
     with torch.no_grad():
         out = method(h, Context("sparse", decisions=decisions)).hidden
         stem, block = method.blocks[0](h, Context()), method.blocks[1]
@@ -154,7 +154,7 @@ def test_calibration_is_exact_on_its_own_data(share):
 
 
 def test_thresholds_are_not_rounded_with_the_weights():
-    """To bfloat16 a threshold is off by up to 0.4%, and lets other tokens in."""
+    """In bfloat16 a threshold would be off by up to 0.4% and select other tokens."""
     model = budget().eval()
     calibrate_on(model, tokens(), 0.4)
     before = method_of(model).thresholds
@@ -187,7 +187,7 @@ def test_random_routing_has_no_router_and_keeps_its_budget():
     ids = torch.randint(VOCABULARY, (400, TIME), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         work = model.eval()(ids, execution="hard").trace.work[1:]
-    # Different (token, position) pairs throw the dice: 11 x 16 of them, so a standard error of about 0.035 a layer.
+    # There are 11 x 16 different (token, position) pairs, so the standard error is about 0.035 per layer.
     assert work.mean() == pytest.approx(0.3, abs=3 * math.sqrt(0.21 / (11 * 16 * 2)))
     assert model.train()(tokens(64)).trace.work[1:].mean() == pytest.approx(0.45, abs=0.1), "the dial's mean"
 
@@ -196,7 +196,7 @@ def test_random_routing_has_no_router_and_keeps_its_budget():
 
 
 def masking(block: Block) -> Callable[..., Tensor]:
-    """`Block.forward` that computes all rows and throws those away that were not chosen."""
+    """A `Block.forward` that computes all rows and discards those that were not chosen."""
     plain = block.forward
 
     def forward(h: Tensor, ctx: Context, rows: Rows, gate: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def masking(block: Block) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("distill", [0.0, 1.0])
 def test_training_that_skips_is_training_that_masks(distill):
-    """At a fixed budget the rows that are trained are gathered; a gate of zeros and ones on all must give the same."""
+    """At a fixed budget, training gathers the active rows; a gate of zeros and ones on all rows must give the same."""
     ids = tokens(6)
 
     def gradients(masked: bool) -> tuple[Tensor, list[Tensor]]:
@@ -252,11 +252,11 @@ def test_training_at_a_fixed_budget_skips_products():
 
 @torch.no_grad()
 def test_dice_know_where_a_token_stands_on_every_kind_of_block():
-    """Else a token would be skipped wherever it stands, and no threshold could hold a budget."""
+    """Otherwise a token would be skipped at all positions or at none, and no threshold could meet a budget."""
     for positions in ("learned", "rotary"):
         config = ModelConfig(d_model=32, n_layer=3, n_head=4, d_ff=64, context=64, vocab_size=11, positions=positions)
         model = build(RunConfig(model=config, method=BudgetConfig(routing="random"))).eval()
-        ids = torch.zeros(8, 64, dtype=torch.long)  # one token, over and over
+        ids = torch.zeros(8, 64, dtype=torch.long)  # one token, repeated
         shares = calibrate_on(model, ids, 0.4)
         work = model(ids, execution="hard").trace.work[1:]
         assert work.mean((1, 2)).tolist() == pytest.approx([0.4, 0.4], abs=0.02), positions

@@ -1,4 +1,4 @@
-"""Early exit by hand: the mean over exits, the oracles, the exit distribution, and what a token that left costs."""
+"""Early exit by hand: the mean over exits, the oracles, the exit distribution, and the cost of tokens that exited."""
 
 import math
 
@@ -18,7 +18,7 @@ MODEL = ModelConfig(d_model=32, n_layer=LAYERS, n_head=4, d_ff=48, context=TIME,
 
 
 def early_exit(**knobs) -> LanguageModel:
-    """With matrices that matter: its exits differ in what they say."""
+    """With matrices large enough that exits give different predictions."""
     model = build(RunConfig(model=MODEL, method=EarlyExitConfig(**knobs))).eval()
     with torch.no_grad():
         for matrix in (p for p in model.parameters() if p.ndim == 2):
@@ -31,7 +31,7 @@ def tokens(batch: int = 4, time: int = TIME, seed: int = 0) -> Tensor:
 
 
 def exits_by_hand(model: LanguageModel, ids: Tensor) -> list[Tensor]:
-    """The logits of every exit, when every token runs every block."""
+    """The logits of every exit if every token goes through every block."""
     h, ctx = model.entering(ids, "soft")
     logits = []
     for block in model.method.blocks:
@@ -40,13 +40,13 @@ def exits_by_hand(model: LanguageModel, ids: Tensor) -> list[Tensor]:
     return logits
 
 
-# --- training: every exit, in the mean --------------------------------------------------------------------------------
+# --- training: the mean over exits ------------------------------------------------------------------------------------
 
 
 def test_the_loss_is_the_uniform_mean_over_the_exits():
     model, ids = early_exit().train(), tokens(time=TIME + 1)
     inputs, targets = ids[:, :-1], ids[:, 1:].clone()
-    targets[0, :5] = -100  # no loss is taken there
+    targets[0, :5] = -100  # no loss at these positions
     out = model(inputs, targets=targets)
     per_exit = [F.cross_entropy(x.flatten(0, 1), targets.flatten()) for x in exits_by_hand(model, inputs)]
     total = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten()) + sum(out.losses.values())
@@ -110,7 +110,7 @@ def test_unfrozen_a_token_keeps_its_answer_but_is_computed_on():
 
 
 def test_the_active_fraction_counts_the_stem_once():
-    """Of 4 tokens 3 enter block 1 and 1 enters block 2: alpha = (3 + 1) / 8, and of 12 token-layers 8 ran."""
+    """Of 4 tokens, 3 enter block 1 and 1 enters block 2: alpha = (3 + 1) / 8, and 8 of 12 token-layers ran."""
     decisions = torch.tensor([[[1, 1, 1, 0]], [[0, 1, 0, 0]]], dtype=torch.bool)
     totals = early_exit()(tokens(1, 4), execution="sparse", decisions=decisions).trace.totals()
     assert totals.active_fraction == 0.5
@@ -126,7 +126,7 @@ def test_a_token_that_left_is_still_seen_through_each_blocks_own_projections():
         before = model(ids, execution="sparse", decisions=decisions).logits
         for block in model.method.blocks[1:]:
             kept = block.attention.qkv.weight.clone()
-            block.attention.qkv.weight[MODEL.d_model :] *= 1.5  # keys and values alone
+            block.attention.qkv.weight[MODEL.d_model :] *= 1.5  # keys and values only
             after = model(ids, execution="sparse", decisions=decisions).logits
             block.attention.qkv.weight.copy_(kept)
             assert torch.equal(after[0, 3], before[0, 3])
@@ -135,7 +135,7 @@ def test_a_token_that_left_is_still_seen_through_each_blocks_own_projections():
 
 @pytest.mark.parametrize(("exit", "reads"), [("confidence", True), ("learned", False)])
 def test_what_a_token_costs(exit, reads):
-    """Confidence reads the head after each block that ran; learned halting costs a product, and the head once."""
+    """Confidence reads the head after each executed block; learned halting costs a product, and the head once."""
     model, ids = early_exit(exit=exit), tokens(1)
     d, head = MODEL.d_model, 2 * MODEL.d_model * MODEL.vocab_size
     rest = 4 * d * d + 4 * d * MODEL.d_ff + 4 * TIME * d
@@ -158,7 +158,7 @@ def test_the_exit_distribution_by_hand():
 
 
 def test_the_oracles_by_hand():
-    """Scores of three exits for four tokens; each further block costs 0.1."""
+    """Scores of three exits for four tokens; each additional block costs 0.1."""
     likelihood = torch.tensor([[[-2.0, -0.5, -1.0, -1.0]], [[-1.0, -0.45, -1.0, -0.9]], [[-0.5, -0.4, -0.85, -0.5]]])
     assert oracle_exit(likelihood, 0.1, 0.0).tolist() == [[2, 0, 0, 2]]
     assert oracle_exit(likelihood, 0.0, 0.0).tolist() == [[2, 2, 2, 2]]
@@ -171,7 +171,7 @@ def test_a_smoothed_oracle_asks_the_neighbours():
     """Weights exp(-|t - t'|^2 / sigma): with sigma = 1 / ln 4 a neighbour counts a quarter."""
     scores = torch.tensor([[[1.0, 0.0, 1.0]], [[0.0, 0.4, 0.0]]])
     sigma = 1 / math.log(4)
-    # At the middle: 0.25 + 0 + 0.25 = 0.5 against 0.4, where the token alone would choose the second exit.
+    # In the middle: 0.25 + 0 + 0.25 = 0.5 against 0.4; by itself, the token would choose the second exit.
     assert oracle_exit(scores, 0.0, 0.0).tolist() == [[0, 1, 0]]
     assert oracle_exit(scores, 0.0, sigma).tolist() == [[0, 0, 0]]
 

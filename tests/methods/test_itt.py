@@ -15,7 +15,7 @@ MODEL = ModelConfig(d_model=32, n_layer=2, n_head=4, d_ff=48, context=TIME, drop
 
 
 def itt(**knobs) -> LanguageModel:
-    """With large matrices, and encodings and scales that are none of them 1 or alike."""
+    """With large matrices, and with encodings and scales that all differ from each other and from 1."""
     model = build(RunConfig(model=MODEL, method=ITTConfig(**{"steps": STEPS, **knobs}))).eval()
     dice = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -36,7 +36,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize("execution", ["hard", "sparse"])
 def test_the_recurrence_by_hand(execution):
-    """Y'(t) = alpha w f(Y) for the chosen, else Y; Y(t) = Y(0) phi_0 + Y'(1) phi_1 + ... + Y'(t) phi_t."""
+    """Y'(t) = alpha w f(Y) for chosen tokens, else Y; Y(t) = Y(0) phi_0 + Y'(1) phi_1 + ... + Y'(t) phi_t."""
     model, h, places = itt(), states(), ([0, 3, 7], [3, 4])
     decisions = torch.zeros(2, 1, TIME, dtype=torch.bool)
     for step, chosen in enumerate(places):
@@ -70,7 +70,7 @@ def test_the_highest_weights_think():
     model, h = itt(capacity=0.3).train(), states(3)
     block = model.method.blocks[1]
     with torch.no_grad():
-        block.alpha.fill_(-1.0)  # it scales the answer and has no say in who thinks
+        block.alpha.fill_(-1.0)  # it scales the result but does not affect which tokens think
         work = model.method(h, Context()).trace.work[2]
         w = block.selectors[0].router(block(model.method.blocks[0](h, Context()), Context()))
     assert torch.equal(work.bool(), w >= w.sort(1, descending=True).values[:, 2:3])

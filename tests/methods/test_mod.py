@@ -1,4 +1,4 @@
-"""Mixture-of-Depths by hand: who is selected, what a weight scales, and what the others cost and leave behind."""
+"""Mixture-of-Depths by hand: which tokens are selected, what a weight scales, and what skipped ones cost."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,7 @@ MODEL = ModelConfig(d_model=32, n_layer=4, n_head=4, d_ff=48, context=TIME, drop
 
 
 def mod(shape: ModelConfig = MODEL, **knobs) -> LanguageModel:
-    """With updates as large as the state, so that what is skipped is seen."""
+    """With updates as large as the state, so that skipping shows."""
     model = build(RunConfig(model=shape, method=MoDConfig(**knobs)))
     with torch.no_grad():
         for block in model.method.blocks:
@@ -33,7 +33,7 @@ def states(batch: int = 2, time: int = TIME) -> Tensor:
 
 
 def alone(block: MoDBlock, h: Tensor, places: list[int]) -> Tensor:
-    """What the plain block makes of the tokens at `places` of one sequence, as if there were no others."""
+    """The plain block's result for the tokens at `places` in one sequence, as if there were no others."""
     return block(h[:1, places], Context())
 
 
@@ -41,7 +41,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
     return float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
-# --- who is selected --------------------------------------------------------------------------------------------------
+# --- which tokens are selected ----------------------------------------------------------------------------------------
 
 
 def test_the_threshold_by_hand():
@@ -54,7 +54,7 @@ def test_the_threshold_by_hand():
 
 
 def test_a_share_is_one_of_the_real_tokens():
-    """C = 0.4 of 5 real tokens is 2 and of 3 is 1; the highest weights are at padding, which is no token."""
+    """C = 0.4: 2 of 5 real tokens and 1 of 3; the highest weights are at padding, which is never selected."""
     weights = torch.tensor([[9.0, 0.4, -1.0, 0.3, 0.9, 0.1], [9.0, 8.0, 7.0, 0.1, 0.3, 0.2]])
     valid = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]], dtype=torch.bool)
     chosen = top_k(weights, 0.4, Context(valid=valid))
@@ -86,18 +86,18 @@ def test_in_evaluation_a_token_is_selected_where_its_own_logit_is_above_zero():
     assert 0 < active.mean() < 1
 
 
-# --- what a selected token gets ---------------------------------------------------------------------------------------
+# --- the update -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("execution", ["hard", "sparse"])
 def test_eq_1_by_hand(execution):
-    """Tokens 1, 4 and 9: x + r (block(x) - x) among themselves, everyone else to the bit as before."""
+    """Tokens 1, 4 and 9: x + r (block(x) - x) among themselves; all others bit for bit unchanged."""
     model, h, places = mod(every=1).eval(), states(1), [1, 4, 9]
     block = model.method.blocks[0]
     active = torch.zeros(4, 1, TIME, dtype=torch.bool)
     active[0, 0, places] = True
     with torch.no_grad():
-        hidden = model.method(h, Context(execution, decisions=active)).hidden  # the other blocks select nobody
+        hidden = model.method(h, Context(execution, decisions=active)).hidden  # the other blocks select no token
         r = block.selector.router(h)[:, places, None]
         expected = h[:, places] + r * (alone(block, h, places) - h[:, places])
     others = ~active[0, 0]
@@ -130,7 +130,7 @@ def test_the_routers_gradient_is_that_of_its_weights():
 
 
 def test_a_skipped_token_leaves_no_key_behind():
-    """Another state at a skipped place moves nobody in that block; at a selected place it moves the later ones."""
+    """Changing a skipped token's state affects no other token in that block; a selected one's affects later ones."""
     model, h = mod().eval(), states(1)
     block = model.method.blocks[1]
     active = torch.zeros(1, TIME, dtype=torch.bool)

@@ -21,7 +21,7 @@ each_execution = pytest.mark.parametrize("execution", ["hard", "sparse"])
 
 
 def mor(**knobs) -> LanguageModel:
-    """With large matrices and an alpha of 1, so that a recursion is seen."""
+    """With large matrices and an alpha of 1, so that each recursion matters."""
     model = build(RunConfig(model=MODEL, method=MoRConfig(**{"recursions": RECURSIONS, "alpha": 1.0, **knobs}))).eval()
     with torch.no_grad():
         for matrix in (p for p in model.parameters() if p.ndim == 2):
@@ -54,7 +54,7 @@ def test_the_layers_in_the_middle_are_one():
 
 
 def test_a_recursion_counts_all_its_blocks():
-    """Six layers, recursions of two: who stops after the first passes 4 of 6."""
+    """Six layers, recursions of two blocks: a token that stops after the first goes through 4 of 6."""
     model = build(RunConfig(model=replace(MODEL, n_layer=6), method=MoRConfig())).eval()
     decisions = torch.zeros(1, 1, TIME, dtype=torch.bool)
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_the_capacities_are_thirds_and_each_filters_the_last(kv):
 
 @each_execution
 def test_expert_choice_by_hand(execution):
-    """H + g Phi(H) with Phi's own residual inside, for the chosen ones among themselves."""
+    """H + g Phi(H), with Phi's own residual inside, for the chosen tokens among themselves."""
     model, h = mor(), states(1)
     method, (second, third) = model.method, ([1, 4, 9], [4, 9])
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_training_and_evaluation_agree_on_the_same_selection(kv):
 
 
 def test_in_evaluation_who_was_not_chosen_does_not_come_back():
-    """Recursion 3 would take everyone, but takes those that recursion 2 took by a logit above 0."""
+    """Recursion 3 would take every token, but takes only those that recursion 2 took, with a logit above 0."""
     model, h = mor(), states(16)
     with torch.no_grad():
         entered = model.method.first(h, Context())
@@ -137,10 +137,10 @@ def test_the_decision_loss_is_over_those_that_are_still_in():
 
 @pytest.mark.parametrize("execution", ["soft", "hard", "sparse"])
 def test_token_choice_by_hand(execution):
-    """Each depth's tokens pass Phi that often, among those at least as deep, and end at H^1 + g Phi(H)."""
+    """A token of depth i goes through Phi i times, among those at least as deep, and ends at H^1 + g Phi(H)."""
     model, h = mor(routing="token"), states(1, seed=41)
     method = model.method
-    model.train(execution == "soft")  # training takes the same path
+    model.train(execution == "soft")  # training uses the same path
     with torch.no_grad():
         output = method(h, Context(execution))
         entry = method.first(h, Context())
@@ -157,7 +157,7 @@ def test_token_choice_by_hand(execution):
 
 
 def test_the_losses_of_token_choice_by_hand():
-    """Three tokens of p = (1/2, 1/4, 1/4) and one of (1/4, 1/4, 1/2)."""
+    """Three tokens with p = (1/2, 1/4, 1/4) and one with (1/4, 1/4, 1/2)."""
     model = mor(routing="token", balance_loss=2.0, z_loss=3.0)
     logits = torch.tensor([[[2.0, 1.0, 1.0]] * 3 + [[1.0, 1.0, 2.0]]]).log()
     losses = model.method._token_losses(logits, logits.argmax(-1), Context())
@@ -172,7 +172,7 @@ def test_the_losses_of_token_choice_by_hand():
 @each_execution
 @pytest.mark.parametrize(("kv", "seen"), [("recursion", False), ("shared", True)])
 def test_who_is_seen_in_a_later_recursion(kv, seen, execution):
-    """Token 3 stops after the first recursion: later ones see what it left there if that is shared, else nothing."""
+    """Token 3 stops after the first recursion: later ones see its keys and values only if they are shared."""
     model, h = mor(kv=kv), states(1)
     method, active = model.method, choice([5, 8])[0]
     changed = h.clone()

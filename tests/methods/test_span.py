@@ -1,4 +1,4 @@
-"""Span routing: one decision, one gather and one scatter for several blocks, and what the others get of it."""
+"""Span routing: one decision, one gather and one scatter for several blocks, and how updates are carried over."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ each_execution = pytest.mark.parametrize("execution", ["hard", "sparse"])
 
 
 def span(shape: ModelConfig = MODEL, **knobs) -> LanguageModel:
-    """1 + 3 + 1 blocks, with a router that tells tokens apart and updates as large as the state."""
+    """1 + 3 + 1 blocks, with a router that distinguishes tokens and updates as large as the state."""
     model = build(RunConfig(model=shape, method=SpanConfig(**knobs)))
     with torch.no_grad():
         for matrix in (p for p in model.method.parameters() if p.ndim == 2):
@@ -60,7 +60,7 @@ def tokens(batch: int = 4, seed: int = 0) -> Tensor:
 
 
 def given(active: Tensor) -> Tensor:
-    """The decision of `[batch, time]` for each of the three blocks."""
+    """The decision `[batch, time]` for each of the three blocks."""
     return active.expand(3, *active.shape)
 
 
@@ -73,7 +73,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def dense_like(model: LanguageModel, *, skip: range = range(0)) -> LanguageModel:
-    """The dense model of the same weights, without the blocks `skip`."""
+    """The dense model with the same weights, without the blocks `skip`."""
     shape = replace(model.config, n_layer=model.config.n_layer - len(skip))
     dense = build(RunConfig(model=shape, method=DenseConfig())).eval()
     left = [n for n in range(model.config.n_layer) if n not in skip]
@@ -108,7 +108,7 @@ def dense_like(model: LanguageModel, *, skip: range = range(0)) -> LanguageModel
 )
 @torch.no_grad()
 def test_a_text_of_which_every_token_takes_the_span_is_that_of_the_dense_model(shape, execution, knobs):
-    """Where nothing weighs the update; a score does."""
+    """If updates are not weighted, as they are by a score."""
     model, ids = span(shape, **knobs).eval(), tokens()
     out = model(ids, execution=execution, decisions=given(torch.ones_like(ids, dtype=torch.bool)))
     assert close(out.logits, dense_like(model)(ids).logits)
@@ -127,9 +127,9 @@ def test_a_text_of_which_no_token_takes_the_span_is_that_of_the_model_without_it
 @each_execution
 @torch.no_grad()
 def test_active_tokens_are_a_shorter_sequence_at_their_true_positions(execution):
-    """By hand: the plain blocks on tokens 1, 4 and 9 of a text, embedded where they stand, as if there were no others.
+    """By hand: the plain blocks on tokens 1, 4 and 9 of a text, at their own positions, as if there were no others.
 
-    And each weighted update is that of the tokens up to the next active one.
+    Each weighted update is also that of the following tokens, up to the next active one.
     """
     model, ids = span().eval(), tokens(1)
     method, places = method_of(model), [1, 4, 9]
@@ -152,7 +152,7 @@ def test_active_tokens_are_a_shorter_sequence_at_their_true_positions(execution)
 
 @torch.no_grad()
 def test_rotary_positions_are_the_true_ones():
-    """The same two active tokens, one place farther apart, attend otherwise."""
+    """The same two active tokens, one position farther apart, attend to each other differently."""
     model, ids = span(MODERN, begin=0, length=5, carry="none").eval(), tokens(1)
     ids[0, 3:7] = torch.tensor([1, 0, 2, 2])
     found = []
@@ -168,7 +168,7 @@ def test_rotary_positions_are_the_true_ones():
 BY_HAND = {
     # p = 1 (the first), 0.25 and 0.5 by sigmoid(s - tau): z = 8, 0.25 * 16 + 0.75 * 8 = 10, 0.5 * 2 + 0.5 * 10 = 6.
     "smooth": (2.0, [-9.0, 7.0, 2.0 - math.log(3), 2.0, 7.0], [8, 8, 10, 6, 6]),
-    # Weighted by sigmoid(s) = 0.5, 0.75 and 0.5, and carried on.
+    # Weighted by sigmoid(s) = 0.5, 0.75 and 0.5, and carried over.
     "last": (-1.0, [0.0, 7.0, math.log(3), 0.0, 7.0], [4, 4, 12, 1, 1]),
 }
 
@@ -176,7 +176,7 @@ BY_HAND = {
 @pytest.mark.parametrize("carry", BY_HAND)
 @torch.no_grad()
 def test_carried_updates_by_hand(carry):
-    """Tokens 0, 2 and 3 are active; of all tokens, and of these as rows with one more that fills them up."""
+    """Tokens 0, 2 and 3 are active; computed for all tokens, and for these as rows with one row of filler."""
     threshold, scores, expected = BY_HAND[carry]
     active, ctx = torch.tensor([[True, False, True, True, False]]), Context(positions=torch.arange(5))
     decider = method_of(span(carry=carry).eval()).decider
@@ -201,7 +201,7 @@ def boundary(weights: tuple[Tensor, Tensor] | None = None, **knobs) -> Boundary:
 
 @torch.no_grad()
 def test_boundary_probabilities_by_hand():
-    """Neighbours that are alike, at a right angle, opposed, and by what W_k makes of the earlier one."""
+    """Neighbouring states that are equal, orthogonal, opposed, and compared after W_k has rotated the earlier one."""
     eye = torch.eye(2)
     states = torch.tensor([[[1.0, 0], [2, 0], [0, 3], [0, -1], [5, 0]]])
     ctx = Context(positions=torch.arange(5))
@@ -267,7 +267,7 @@ def test_while_boundaries_are_taught_the_ends_of_words_decide():
 
 
 def test_boundaries_learn_what_they_are_taught():
-    """From a state that has seen its token alone can be told whether that ends a word."""
+    """A state that depends only on its token is enough to predict whether the token ends a word."""
     model, ids = taught(), tokens(8)
     ends = torch.isin(ids, torch.tensor([0, 5])) | (torch.arange(TIME) == 0)
     optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -280,7 +280,7 @@ def test_boundaries_learn_what_they_are_taught():
 
 
 def test_the_taught_loss_by_hand():
-    """The first token is a boundary whatever it spells; nothing need be surer than a thousandth."""
+    """The first token is a boundary whatever it is; probabilities are clamped to 0.001 to 0.999."""
     p, ends = torch.tensor([[0.5, 0.8, 0.25, 1.0]]), torch.tensor([[0.0, 1, 0, 1]])
     expected = -(math.log(0.5) + math.log(0.8) + math.log(0.75) + math.log(0.999)) / 4
     assert taught_loss(p, ends, Context(positions=torch.arange(4))).item() == pytest.approx(expected)
@@ -294,7 +294,7 @@ def test_only_boundaries_with_a_ratio_loss_can_be_taught(knobs):
 
 @pytest.mark.parametrize("decide", ["score", "boundary"])
 def test_what_is_trained_does_not_depend_on_what_was_calibrated(decide):
-    """Each validation calibrates, and a resumed run does not repeat it."""
+    """Each validation calibrates, and a resumed run does not repeat that."""
     model, ids = span(MODERN, decide=decide).train(), tokens()
     before = model(ids)
     calibrate_on(model.eval(), ids, 0.9)
@@ -324,7 +324,7 @@ def test_the_entropy_is_that_of_what_the_state_predicts():
 
 
 def test_the_gain_is_what_a_token_loses_without_the_span():
-    """Of the dense model's losses and those of the model without the span, which are other models here."""
+    """From the losses of the dense model and of the one without the span, both built as separate models here."""
     model, ids = span(decide="gain").train(), tokens(6)
     inputs, targets = ids[:, :-1], ids[:, 1:].clone()
     targets[:, :3] = -100
@@ -349,7 +349,7 @@ def test_the_gain_is_what_a_token_loses_without_the_span():
 
 
 def test_tokens_that_skip_are_taught_what_they_predict_with_the_span():
-    """Beside tokens that took it as if all did; the span and what is predicted with it are left as they are."""
+    """Tokens that took the span run as if all did; the span and the predictions with it get no gradient."""
     model, ids = span(decide="gain", keys="all", carry="none", draft=0.5).train(), tokens(6)
     inputs, targets = ids[:, :-1], ids[:, 1:].clone()
     targets[:, :3] = -100
@@ -395,7 +395,7 @@ def test_what_ends_a_word():
 
 
 def test_of_bpe_the_rule_takes_what_begins_a_word():
-    """Whatever pieces words are in: the pieces that go on with one are skipped."""
+    """However words are split, the pieces that continue one are skipped."""
     tokenizer = train_bpe(["the theory of words and their wordings, in 1984 theories; "] * 9, 280)
     active = WordEnds(replace(MODEL, vocab_size=tokenizer.vocab_size))
     active.read_vocabulary(tokenizer.spellings())
@@ -409,7 +409,7 @@ def test_of_bpe_the_rule_takes_what_begins_a_word():
 
 @pytest.fixture(scope="module")
 def ruled(tmp_path_factory) -> Run:
-    """A run whose span is taken at the ends of words."""
+    """A run whose span is taken at word ends."""
     folder = tmp_path_factory.mktemp("ruled")
     return train(tiny(folder, SpanConfig(decide="rule"), steps=2), folder / "run", show=False)
 
@@ -447,13 +447,13 @@ def test_dice_keep_the_share_and_know_where_a_token_stands():
     model = span(MODERN, decide="dice", budget=0.3, carry="none").eval()
     ids = torch.randint(VOCABULARY, (400, TIME), generator=torch.Generator().manual_seed(3))
     work = model(ids, execution="hard").trace.work[1]
-    # Different (token, position) pairs throw the dice: 11 x 16 of them.
+    # There are 11 x 16 different (token, position) pairs.
     assert work.mean() == pytest.approx(0.3, abs=3 * math.sqrt(0.21 / (11 * 16)))
     same = model(torch.zeros(1, TIME, dtype=torch.long), execution="hard").trace.work[1]
     assert 0 < same.mean() < 1
 
 
-# --- who is active ----------------------------------------------------------------------------------------------------
+# --- which tokens are active ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.4, 1.0])
@@ -508,7 +508,7 @@ PACKED = (
 @pytest.mark.parametrize("knobs", PACKED, ids=str)
 @each_shape
 def test_training_that_packs_is_training_that_masks(shape, knobs):
-    """Losses and gradients, against the reference execution with the decisions that training took."""
+    """Losses and gradients, against the reference execution with training's decisions."""
     ids = tokens(6)
 
     def gradients(masked: bool) -> tuple[float, list[Tensor]]:
@@ -552,7 +552,7 @@ def test_training_flops_are_those_of_the_room():
 
 
 class Gathers(TorchDispatchMode):
-    """How often states `[n, d]` are taken out of a batch's, or put back."""
+    """Counts how often states `[n, d]` are gathered from a batch or scattered back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -568,7 +568,7 @@ class Gathers(TorchDispatchMode):
 @torch.no_grad()
 @pytest.mark.parametrize(("carry", "moves"), [("none", (1, 1)), ("last", (2, 0))])
 def test_sparse_takes_rows_out_once_and_gives_back_once(carry, moves):
-    """Updates that are carried on are read by all that get them, instead of being scattered and then carried on."""
+    """With `carry`, each token gathers its update, instead of updates being scattered and then carried over."""
     model, ids = span(carry=carry).eval(), tokens()
     with Gathers() as seen:
         model(ids, execution="sparse", decisions=given(some(ids)))
@@ -592,7 +592,7 @@ def test_rows_are_as_wide_as_the_packed_sequence_and_both_conventions_are_told(s
 @each_shape
 @torch.no_grad()
 def test_where_kernels_serve_nothing_is_packed_and_the_result_is_the_same(shape, monkeypatch):
-    """Their rows are listed on the device; here the library stands in for them."""
+    """Their rows are listed on the device; here library calls stand in for kernels."""
     model, ids = span(shape).eval(), tokens()
     for decisions in (given(some(ids)), None):
         packed = model(ids, execution="sparse", decisions=decisions)
@@ -617,7 +617,7 @@ def test_without_a_width_there_is_nothing_new_in_the_model():
 
 @pytest.mark.parametrize(("width", "hidden"), [(64, 96), (40, 64), (8, 16), (2, 16), (32, 48)])
 def test_blocks_of_another_width_have_the_same_heads(width, hidden):
-    """And as many times the hidden units, up to whole tiles of 16."""
+    """The hidden units scale with the width, rounded to whole tiles of 16."""
     model = span(MODERN, width=width)
     shapes = {name: tuple(value.shape) for name, value in method_of(model).named_parameters()}
     assert shapes["enter.weight"] == (width, 32)
@@ -644,7 +644,7 @@ def test_what_leaves_the_span_begins_as_a_residual_projection():
 @each_execution
 @torch.no_grad()
 def test_a_wider_span_by_hand(shape, execution):
-    """The plain blocks on what `enter` makes of tokens 1, 4 and 9; `leave` maps what they change, not what they get."""
+    """The plain blocks on tokens 1, 4 and 9 after `enter`; `leave` maps their updates, not their whole states."""
     model, ids, places = span(shape, width=64, decide="dice", carry="none").eval(), tokens(1), [1, 4, 9]
     method, active = method_of(model), torch.zeros(1, TIME, dtype=torch.bool)
     active[0, places] = True
@@ -663,7 +663,7 @@ def test_a_wider_span_by_hand(shape, execution):
 
 
 def test_only_active_tokens_pay_for_the_width():
-    """By hand, over 16 keys: queries, keys and values, output, row, feed-forward; and both maps, in the first block."""
+    """By hand, with 16 keys: queries, keys and values, output, row, feed-forward, and both maps in the first block."""
     model, ids = span(width=64).eval(), tokens()
     plain, first, second, third, _ = method_of(model).sites(TIME)
     block = 2 * 64 * (3 * 32) + 2 * 32 * 64 + 4 * 32 * TIME + 2 * 2 * 64 * 96
@@ -704,7 +704,7 @@ def test_every_way_to_train_goes_through_the_width(knobs):
 
 @torch.no_grad()
 def test_where_kernels_serve_a_span_of_another_width_is_packed(monkeypatch):
-    """Here the library stands in for kernels that would take all tokens of a small block."""
+    """Here library calls stand in for kernels that would take all tokens of a small block."""
     model, ids = span(width=64).eval(), tokens()
     expected = model(ids, execution="sparse")
     for name in ("skips_by_kernel", "launch_bound"):
@@ -725,7 +725,7 @@ def test_where_kernels_serve_a_span_of_another_width_is_packed(monkeypatch):
 def test_the_span_has_a_length_of_its_own_for_every_sequence(shape):
     model, ids = span(shape).eval(), tokens(3)
     active = some(ids)
-    for first in ("hard", "sparse"):  # an execution may follow the other
+    for first in ("hard", "sparse"):  # one execution may follow the other
         kept = KVCache(shape, 3, TIME, layers=5, like=model.norm.weight)
         logits = []
         for execution, columns in ((first, slice(0, 9)), ("sparse", slice(9, 10)), ("hard", slice(10, TIME))):
@@ -812,7 +812,7 @@ def test_where_a_bypass_replaces_the_span_its_blocks_are_not_trained():
 @pytest.mark.parametrize(
     ("knobs", "said"),
     [
-        ({"carry": "last"}, "method.carry is 'last'; expected none, since a bypass is an update of its own"),
+        ({"carry": "last"}, "method.carry is 'last'; expected none, since a bypass is itself an update"),
         ({"carry": "none", "budget": 0.0}, "method.decide is 'score'; expected dice"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Span routing at its limits, for all deciders and both kinds of keys: all tokens take the span, some, or none."""
+"""Span routing at its limits, for all deciders and both kinds of keys: all, some or no tokens take the span."""
 
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ DECIDERS = ["score", "boundary", "gain", "entropy", "rule", "dice"]
 
 
 def by_blocks(model: LanguageModel, ids: Tensor, active: Tensor, *, keys: str) -> tuple[Tensor, Tensor]:
-    """Plain blocks, one after the other: states before the span, and those after it of the tokens that took it.
+    """Plain blocks, one after another: states before the span, and after it for the tokens that took it.
 
-    With the keys of all, a token that skips stands in every block with the state with which it came.
+    With `keys` = all, a token that skips keeps the state it entered the span with in every block.
     """
     method = method_of(model)
     embedded, ctx = model.entering(ids, "hard")
@@ -54,7 +54,7 @@ def test_whose_keys_active_tokens_attend_over_by_hand(shape, execution, keys):
 @each_kind_of_keys
 @torch.no_grad()
 def test_weighted_updates_of_every_token_by_hand(shape, execution, keys):
-    """A score, the default, weighs updates: with every token active the model is not the dense one."""
+    """A score, the default, weights updates: with every token active the model is not the dense one."""
     model, ids = span(shape, keys=keys).eval(), tokens()
     every = torch.ones_like(ids, dtype=torch.bool)
     before, after = by_blocks(model, ids, every, keys="all")

@@ -1,4 +1,4 @@
-"""Switch by hand: who finds room, what the one expert adds, the two losses; and that there is only one."""
+"""Switch by hand: which tokens fit, what the expert adds, the two losses; and that each token has only one expert."""
 
 import math
 
@@ -50,7 +50,7 @@ def test_eq_3_the_capacity(factor, experts, room):
 
 
 def test_who_comes_too_late_overflows():
-    """Two places an expert: the third and later tokens that want the same one find none, in each sequence alike."""
+    """Two places per expert: the third and later tokens for the same expert are dropped, in every sequence."""
     block = switched(switch(capacity_factor=1.0))
     expert = torch.tensor([[0, 0, 1, 0, 0, 1, 1, 2], [3, 3, 3, 3, 0, 0, 0, 0]])
     place = block.queue(expert, Context())
@@ -116,7 +116,7 @@ def test_one_expert_runs_for_a_token_and_none_for_one_that_overflowed():
 
 
 def test_the_losses_by_hand():
-    """Two experts, four tokens with p = (0.75, 0.25) three times and (0.5, 0.5) plus a little once."""
+    """Two experts and four tokens: three with p = (0.75, 0.25) and one with (0.5, 0.5) plus a little."""
     logits = torch.tensor([[[math.log(3.0), 0.0], [math.log(3.0), 0.0]], [[math.log(3.0), 0.0], [0.0, 1e-6]]])
     balance, z = (float(x) for x in balance_and_z(logits, logits.argmax(-1), Context()))
     f, mean_p = (0.75, 0.25), ((3 * 0.75 + 0.5) / 4, (3 * 0.25 + 0.5) / 4)
@@ -144,7 +144,7 @@ def test_the_losses_carry_their_weights():
 
 
 def test_the_losses_are_means_over_the_switched_blocks(monkeypatch):
-    """Where the paper adds them up: a weight means the same at any depth."""
+    """The paper sums them; with the mean a weight means the same at any depth."""
     of_blocks = iter([(1.0, 10.0), (3.0, 30.0)])
     monkeypatch.setattr(methods.switch, "balance_and_z", lambda *_: tuple(map(torch.tensor, next(of_blocks))))
     losses = switch(every=1, balance_loss=0.5, z_loss=0.25).train().method(states(), Context()).losses

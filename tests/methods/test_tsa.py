@@ -1,7 +1,7 @@
-"""Each equation of the paper, worked out by hand on a tiny model; and that sparse execution skips what it says.
+"""Each equation in the TSA paper, by hand on a tiny model; and that sparse execution skips what it reports.
 
-Where a test recomputes what the model computes, in other words but with the same float32 sums, results may differ by
-rounding: 6e-8 a term, some dozens of terms, so 1e-5 relative. Where nothing is computed, equality is exact.
+If a test recomputes what the model computes, with the same float32 sums, results may differ by rounding: 6e-8 per term
+and some dozens of terms, so 1e-5 relative. If nothing is computed, equality is exact.
 """
 
 import math
@@ -21,12 +21,12 @@ from tokendepth.methods.tsa import TSA
 from tokendepth.model import Context, LanguageModel, MethodOutput, Output
 
 LAYERS, TIME = 3, 16
-# No two widths are equal, so that a layer is known by the shape of its weight.
+# No two widths are equal, so that a layer can be recognised by the shape of its weight.
 MODEL = ModelConfig(d_model=32, n_layer=LAYERS, n_head=4, d_ff=48, context=TIME, dropout=0.0, vocab_size=11)
 
 
 def tsa(**knobs) -> LanguageModel:
-    """With residual updates as large as the state, so that what is gated is seen in the result."""
+    """With residual updates as large as the state, so that gates matter."""
     model = build(RunConfig(model=MODEL, method=TSAConfig(**knobs))).eval()
     with torch.no_grad():
         for block in model.method.blocks:
@@ -36,7 +36,7 @@ def tsa(**knobs) -> LanguageModel:
 
 
 def always(model: LanguageModel, p: float) -> LanguageModel:
-    """The same model with routers that say `p` (0, 1 or between) whatever they read."""
+    """The same model with routers that always return `p` (0, 1 or in between)."""
     with torch.no_grad():
         for router in model.method.routers():
             router.logit.weight.zero_()
@@ -75,7 +75,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 
 @torch.no_grad()
 def test_eq_1_3_and_4_by_hand():
-    """One p for a block's attention and for its feed-forward, read from the state before the block."""
+    """One p for a block's attention and its feed-forward, from the state before the block."""
     model, ctx = tsa(), Context("soft")
     h = states()
     expected = model.method.blocks[0](h, ctx)
@@ -92,7 +92,7 @@ def test_eq_1_3_and_4_by_hand():
 
 @pytest.mark.parametrize("execution", ["hard", "sparse"])
 def test_the_stem_is_never_gated(execution):
-    """All decisions False: what is left is the stem, bit for bit, and it is all of the work."""
+    """With all decisions False, only the stem remains, bit for bit, and it is all the work."""
     model, h = tsa(), states()
     output = through(model, h, execution, torch.zeros(LAYERS - 1, 2, TIME, dtype=torch.bool))
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_eq_2_by_hand():
 
 
 def test_at_first_a_token_halts_with_probability_sigmoid_of_minus_one():
-    """0.27 by the bias alone; what the weights add is small while the states are."""
+    """0.27 from the bias; the weights add little while the states are small."""
     trace = run(build(RunConfig(model=MODEL, method=TSAConfig())).eval(), tokens(), "soft").trace
     assert trace.totals().active_fraction == pytest.approx(1 - 1 / (1 + math.e), abs=0.05)
     router = Router(32)
@@ -153,7 +153,7 @@ def test_at_first_a_token_halts_with_probability_sigmoid_of_minus_one():
 
 @torch.no_grad()
 def test_under_autocast_the_gate_is_still_float32():
-    """The products may round inputs, weights, hidden units and logits to bfloat16, 2^-9 each; the gate may not."""
+    """Products may round inputs, weights, hidden units and logits to bfloat16, 2^-9 each; the gate is not rounded."""
     router, h = Router(32), states()
     exact = router(h)
     with torch.autocast("cpu", torch.bfloat16):
@@ -166,7 +166,7 @@ def test_under_autocast_the_gate_is_still_float32():
         assert run(tsa(), tokens(), "soft").trace.work.dtype == torch.float32
 
 
-# --- eq. 3 and 4 at their ends ----------------------------------------------------------------------------------------
+# --- eq. 3 and 4 at the extremes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("execution", ["soft", "hard", "sparse"])
@@ -190,7 +190,7 @@ def test_never_halting_equals_the_dense_model(execution):
 
 
 def test_hard_is_soft_where_the_gate_is_binary():
-    """Per block: a gate of 0 and 1 under soft computes what the decision under hard does."""
+    """Per block: a gate of 0 and 1 in soft execution equals the decision in hard execution."""
     model, h, active = tsa(), states(), some()[0]
     block = model.method.blocks[1]
     with torch.no_grad():
@@ -261,11 +261,11 @@ def test_at_the_threshold_itself_a_token_is_kept():
 
 @pytest.mark.parametrize("execution", ["hard", "sparse"])
 def test_threshold_0_skips_all_and_threshold_1_none(execution):
-    """For p strictly between 0 and 1, also where float32 rounds it to either."""
+    """For p strictly between 0 and 1, even if float32 rounds it to either."""
     for p in (1e-30, 0.5, 1 - 1e-16):
         assert (run(always(tsa(threshold=0.0), p), tokens(), execution).trace.work[1:] == 0).all()
         assert (run(always(tsa(threshold=1.0), p), tokens(), execution).trace.work[1:] == 1).all()
-    for p in (0.0, 1.0):  # logits of -200 and 200: p rounds to 0 or 1, and is still between them
+    for p in (0.0, 1.0):  # logits of -200 and 200: p rounds to 0 or 1, but is between them
         assert (run(always(tsa(threshold=0.0), p), tokens(), execution).trace.work[1:] == 0).all()
         assert (run(always(tsa(threshold=1.0), p), tokens(), execution).trace.work[1:] == 1).all()
 
@@ -277,7 +277,7 @@ def test_the_decision_is_taken_on_each_token():
             router.logit.weight.mul_(50)
             router.logit.bias.zero_()
     soft, hard = run(model, ids, "soft").trace.work[1], run(model, ids, "hard").trace.work[1]
-    # The first router reads the stem's output, which is the same under both.
+    # The first router reads the stem's output, which is the same in both.
     assert torch.equal(hard, (1 - soft <= 0.5).float())
     assert 0 < hard.mean() < 1
 
@@ -300,14 +300,14 @@ def test_sparse_equals_hard_on_the_same_decisions(skip, fraction):
 
 
 def test_what_is_skipped_does_not_change_what_is_computed():
-    """block and ffn skip different work of the same computation."""
+    """`block` and `ffn` skip different parts of the same computation."""
     ids, decisions = tokens(), some()
     block, ffn = (run(tsa(skip=skip), ids, "sparse", decisions) for skip in ("block", "ffn"))
     assert close(block.logits, ffn.logits)
 
 
 class MultipliedRows(TorchFunctionMode):
-    """How many rows are multiplied by the feed-forward, the output projection and the routers of each gated block."""
+    """Counts the rows multiplied in the feed-forward, output projection and routers of each gated block."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ def test_sparse_really_skips(fraction):
 
 
 def test_sparse_asks_no_query_of_a_skipped_token(monkeypatch):
-    """Seen in the products themselves: rows in, by the width of what comes out."""
+    """Checked in the products themselves: number of input rows, by output width."""
     model, ids, decisions = tsa(), tokens(), some(0.3)
     shapes, linear = [], F.linear
 
@@ -366,13 +366,13 @@ def test_sparse_asks_no_query_of_a_skipped_token(monkeypatch):
 @pytest.mark.parametrize("execution", ["hard", "sparse"])
 @pytest.mark.parametrize("skip", ["block", "ffn"])
 def test_a_skipped_token_keeps_its_key_and_value(execution, skip):
-    """Its state passes unchanged, and a later active token still attends to it, in every gated block."""
+    """Its state is unchanged, and a later active token still attends to it, in every gated block."""
     model, h = tsa(skip=skip), states(1)
     block, at, later = model.method.blocks[1], 4, 9
     active = torch.ones(1, TIME, dtype=torch.bool)
     active[0, at] = False
     changed = h.clone()
-    changed[0, at] = states(1, seed=1)[0, at]  # not a shift of all features: the norm would take it back
+    changed[0, at] = states(1, seed=1)[0, at]  # not a shift of all features, which the norm would undo
 
     @torch.no_grad()
     def after(hidden: Tensor) -> Tensor:
@@ -411,7 +411,7 @@ def test_what_a_site_costs_by_hand():
 @torch.no_grad()
 @pytest.mark.parametrize("execution", ["hard", "sparse"])
 def test_a_router_is_asked_where_decisions_are_given_too(execution):
-    """Else a compiled pass would leave it out, and what is timed would not be what is served."""
+    """Otherwise torch.compile would drop it, and the timed model would not be the one served."""
     model = tsa()
     model.method.routers()[0].logit.bias.fill_(math.nan)
     ids, everyone = torch.zeros(1, TIME, dtype=torch.long), torch.ones(LAYERS - 1, 1, TIME, dtype=torch.bool)

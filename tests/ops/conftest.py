@@ -19,7 +19,7 @@ NO_TRITON = "no kernel: triton is not installed (pip install 'tokendepth[kernels
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory():
-    """Memory that is allocated and not written holds NaN."""
+    """Memory that is allocated but not written holds NaN."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield
@@ -37,7 +37,7 @@ for path in sys.argv[1:]:
 
 @pytest.fixture(scope="session")
 def scripts(request) -> dict[str, dict[str, Any]]:
-    """What each file with a kernel to try prints, all run as scripts by one process."""
+    """The output of each test file with a kernel, all run as scripts by one process."""
     if find_spec("triton") is None:
         pytest.skip(NO_TRITON)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -52,7 +52,7 @@ def scripts(request) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def measured(request, scripts) -> dict[str, Any]:
-    """What the test file, run as a script, prints about its kernel: on a GPU, else in Triton's interpreter.
+    """What the test file prints about its kernel when run as a script, on a GPU or in Triton's interpreter.
 
     Its users are in one group, "kernels", so that one worker runs all scripts.
     """
@@ -73,7 +73,7 @@ class _Calls(TorchDispatchMode):
 
 @pytest.fixture
 def kernels_on_a_gpu() -> Callable[..., list[str]]:
-    """The kernels that a function launches, in order, if its arguments are on a GPU; none is needed to ask."""
+    """The kernels that a function would launch, in order, on a GPU; no GPU is needed."""
     if find_spec("triton") is None:
         pytest.skip(NO_TRITON)
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter, which looks for the builtins of its language anew at every call of a function."""
+"""Triton's interpreter, which looks up the builtins of its language at every function call."""
 
 from functools import cache
 from inspect import getmembers
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def remember_builtins() -> None:
-    """Look for them once: a quarter of the time that the kernels take."""
+    """Look them up only once, which saves a quarter of the kernels' time."""
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
 

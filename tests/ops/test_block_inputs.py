@@ -1,4 +1,4 @@
-"""What a block needs of every token: eager, joined and kernel against the reference in float64.
+"""The inputs of a block: eager, joined and kernel against the reference in float64.
 
 The kernel is measured in one subprocess, this file run as a script: Triton's interpreter has to be chosen before
 Triton is imported. On a GPU the same script measures the real kernel, in bfloat16.
@@ -17,8 +17,8 @@ from tokendepth.ops.decide import decide
 
 ROUNDING = 2.0**-24  # of a float32
 
-# batch, time, d, out, the router's width. One row; fewer columns than a tile; more rows and columns than tiles, of each
-# size of tile that the kernel has; no rows at all.
+# batch, time, d, out, the router's width. One row; fewer columns than a tile; more rows and columns than a tile, for
+# each tile size of the kernel; no rows at all.
 SIZES = {
     "one": (1, 1, 16, 16, 16),
     "ragged": (2, 19, 32, 40, 20),
@@ -99,7 +99,7 @@ def test_library_calls_equal_the_reference(name, rms, bias, eps, backend, router
 @pytest.mark.parametrize("rms", [False, True], ids=["LayerNorm", "RMSNorm"])
 def test_one_product_errs_at_most_twice_as_much_as_three(rms, normed, dtype):
     given = operands(SIZES["tiles"], normed, rms=rms, bias=True)
-    given[0] = given[0] + 30  # a mean that is large beside the deviation
+    given[0] = given[0] + 30  # a mean that is large compared with the deviation
     given = cast(given, dtype)
     exact = block_inputs(*cast(given, torch.float64), backend="reference")
     one, three = (errors(block_inputs(*given, backend=backend), exact) for backend in ("joined", "eager"))
@@ -149,7 +149,7 @@ def test_the_decision_is_that_of_decide(backend, kind, padded, inclusive):
 
 
 def threshold_at(logit: Tensor, kind: str, *, padded: bool, inclusive: bool) -> Threshold:
-    """The score of some tokens to the bit, so that it matters whether it is inclusive."""
+    """Exactly the score of some tokens, so that it matters whether the threshold is inclusive."""
     dice = torch.Generator().manual_seed(1)
     score = -logit.cpu()
     value: Any = score.flatten().median()
@@ -170,7 +170,7 @@ def test_the_kernel_refuses_what_it_does_not_know():
     pytest.importorskip("triton")
     wide, one = operands((1, 1, 48, 16, 16), None), SIZES["one"]
     for given in (wide, operands(one, None, rms=True), operands(one, None, bias=True)):
-        with pytest.raises(ValueError, match="take 'eager'"):
+        with pytest.raises(ValueError, match="use 'eager'"):
             block_inputs(*given, backend="kernel")
 
 
@@ -196,11 +196,11 @@ def test_auto_is_the_kernel_for_what_it_knows(kernels_on_a_gpu, router):
 @pytest.mark.slow
 @pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
-    """By case: the errors of kernel and library, and whether the kernel decided as `decide` does on its logits."""
+    """For each case: the errors of kernel and library, and whether the kernel decides as `decide` on its logits."""
     wrong = {}
     assert set(measured) == {f"{name}, {router}" for name in MEASURED for router in ROUTERS} | set(decisions())
     for case, found in measured.items():
-        # A sum of so many terms, each rounded at random: the library's may have erred by nothing.
+        # The error of a sum of this many terms with random rounding, since the library's own error may be 0.
         lucky = MEASURED[found["size"]][2] ** 0.5 * ROUNDING
         right = all(k <= 2 * e + lucky for k, e in zip(found["kernel"], found["library"], strict=True))
         if not right or not found["decided"]:
@@ -215,7 +215,7 @@ def decisions() -> dict[str, tuple[str, str, bool, bool]]:
 
 
 def _measure() -> None:
-    """Print one JSON object: for every case, what `test_kernel` asks."""
+    """Print one JSON object: for every case, what `test_kernel` checks."""
     from tokendepth.ops.block_inputs.kernel import _inputs
 
     to = (torch.bfloat16, "cuda") if torch.cuda.is_available() else (torch.float32, "cpu")
@@ -248,7 +248,7 @@ def _measure() -> None:
 
 
 def decided_well(found: BlockInputs, threshold: Threshold) -> bool:
-    """As `decide` does on the same logits."""
+    """Whether the decision is that of `decide` on the same logits."""
     decision, (value, valid, inclusive) = found.decision, cast(threshold, torch.float32)
     assert decision is not None
     expected = decide(decision.logit.cpu(), value, valid, inclusive=inclusive, backend="reference").active

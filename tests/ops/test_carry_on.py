@@ -29,7 +29,7 @@ def operands(size: tuple[int, int, int], kind: str) -> tuple[Tensor, Tensor, Ten
 
 
 def derived(run, fresh: Tensor, keep: Tensor, before: Tensor | None, dtype: torch.dtype, device="cpu") -> list[Tensor]:
-    """What is carried, and the gradients of fresh and, if it is of numbers, of keep."""
+    """The result, and the gradients for fresh and, unless it is bool, for keep."""
     fresh = fresh.to(device, dtype).requires_grad_()
     keep = keep.to(device) if keep.dtype == torch.bool else keep.to(device, dtype).requires_grad_()
     out = run(fresh, keep, None if before is None else before.to(device, dtype))
@@ -77,7 +77,7 @@ def test_backends_by_name(kernels_on_a_gpu):
 @pytest.mark.slow
 @pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
-    """It prints `[kernel's error, eager's]` by case and output."""
+    """The script prints `[kernel's error, eager's]` for each case and output."""
     assert len(measured) == len(KINDS) * len(SIZES | ON_A_GPU if torch.cuda.is_available() else SIZES)
     too_large = {
         (case, name): pair
@@ -93,7 +93,7 @@ def main() -> None:
     from tokendepth.ops.carry_on.kernel import kernel
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":  # the interpreter takes number by number
+    if device == "cpu":  # the interpreter works element by element
         module.BLOCK_T, module.BLOCK_D = 8, 4
     found = {}
     for name, size in (SIZES | ON_A_GPU if device == "cuda" else SIZES).items():

@@ -1,4 +1,4 @@
-"""carry_rows: packed rows given to all tokens, against carry_on of the same rows in their places."""
+"""carry_rows: packed rows spread to all tokens, against carry_on of the same rows in their places."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 @contextmanager
 def asks_nothing(device: str) -> Iterator[None]:
-    """A wait for the device is an error."""
+    """Host synchronisation is an error."""
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -31,7 +31,7 @@ def asks_nothing(device: str) -> Iterator[None]:
     st.integers(1, 4), st.integers(1, 9), st.integers(0, 3), st.integers(0, 2**20), st.sampled_from(["last", "smooth"])
 )
 def test_packed_rows_are_carried_as_all_tokens_are(batch, time, more, seed, kind):
-    """With rows behind the active ones that nobody reads, and gradients, in float64."""
+    """With unused rows behind the active ones, and with gradients, in float64."""
     rng = torch.Generator().manual_seed(seed)
     active = torch.rand(batch, time, generator=rng) < 0.4
     keep = torch.where(active, torch.rand(batch, time, generator=rng, dtype=torch.float64) * (kind == "smooth"), 1.0)
@@ -49,7 +49,7 @@ def test_packed_rows_are_carried_as_all_tokens_are(batch, time, more, seed, kind
 
 
 def test_the_gradient_of_packed_rows_is_summed_exactly_in_low_precision():
-    """512 tokens of gradient 1 get one row: bfloat16 cannot count beyond 256."""
+    """512 tokens with gradient 1 get the same row: bfloat16 cannot count beyond 256."""
     rows = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     active = torch.zeros(1, 512, dtype=torch.bool)
     active[0, 0] = True
@@ -61,7 +61,7 @@ def test_the_gradient_of_packed_rows_is_summed_exactly_in_low_precision():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
 def test_on_every_device_the_same_each_time(device, dtype):
-    """At the size of a training step, against float64; on a GPU without a word to the host."""
+    """At the size of a training step, against float64; on a GPU without host synchronisation."""
     rng = torch.Generator().manual_seed(0)
     active = torch.rand(64, 256, generator=rng) < 0.25
     rows, weight = (torch.randn(64, n, 256, generator=rng).to(dtype) for n in (96, 256))

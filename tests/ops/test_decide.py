@@ -1,7 +1,7 @@
-"""Who is active, and the list of them: eager and kernel against the reference, token by token.
+"""Which tokens are active, and the list of them: eager and kernel against the reference, token by token.
 
-The kernel is asked in one subprocess, this file run as a script: Triton's interpreter has to be chosen before Triton is
-imported. On a GPU the same script asks the real kernel.
+The kernel runs in one subprocess, this file run as a script: Triton's interpreter has to be chosen before Triton is
+imported. On a GPU the same script runs the real kernel.
 """
 
 import json
@@ -17,7 +17,7 @@ from tokendepth.ops.decide import Decision, decide, list_active
 from tokendepth.ops.rows import Listed
 
 SIZES = {"one token": (1, 1), "a sequence": (1, 37), "several": (5, 19), "blocks": (3, 1030), "none": (0, 4)}
-LONG = {"many sequences": (9, 1030)}  # the tokens before the last are more than are counted at once
+LONG = {"many sequences": (9, 1030)}  # more tokens before the last sequence than are counted at once
 ON_A_GPU = {"the paper's": (64, 256), "GPT-2's": (16, 1024)}  # the interpreter would take a minute
 THRESHOLDS = ["a number", "a tensor", "one a token", "nobody", "everybody"]
 
@@ -31,7 +31,7 @@ def cases() -> dict[str, tuple[tuple[int, int], str, bool, bool]]:
 
 
 def operands(size: tuple[int, int], kind: str, *, padded: bool) -> tuple[Tensor, Tensor | float, Tensor | None]:
-    """Logits of which some are at the threshold to the bit."""
+    """Logits, some of which are exactly at the threshold."""
     dice = torch.Generator().manual_seed(0)
     logit = torch.randint(-3, 4, size, generator=dice) / 2
     threshold = {"a number": 0.5, "a tensor": torch.tensor(-0.5), "nobody": math.inf, "everybody": -math.inf}
@@ -116,17 +116,17 @@ def test_auto_is_the_kernel_where_kernels_serve_the_states(kernels_on_a_gpu):
 @pytest.mark.slow
 @pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
-    """Whether the kernel decided and listed as the reference does, and listed flags as well."""
+    """Whether the kernel decides and lists as the reference does, also when given flags."""
     assert set(measured) == {*cases(), "no number"}
     assert [case for case, same in measured.items() if not same] == []
 
 
 def _measure() -> None:
-    """Print one JSON object: for every case, what `test_kernel` asks."""
+    """Print one JSON object: for every case, what `test_kernel` checks."""
     from tokendepth.ops.decide.kernel import _decide, list_active
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written holds what is no place
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written holds invalid places
 
     def on_device(given: Any) -> Any:
         return given.to(device) if isinstance(given, Tensor) else given

@@ -1,8 +1,8 @@
-"""One more token for each slot: the kernels, for a few slots and for many, against the reference in float64.
+"""Decoding steps: the kernels, for a few slots and for many, against the reference in float64.
 
 They are measured in one subprocess, this file run as a script: Triton's interpreter has to be chosen before Triton is
-imported. It runs one program, which does everything; on a GPU the same script measures the real kernels, in bfloat16,
-whose programs have to wait for each other.
+imported. It runs a single program, which does everything; on a GPU the same script measures the real kernels, in
+bfloat16, whose programs have to wait for each other.
 """
 
 import json
@@ -20,11 +20,11 @@ from tokendepth.ops.decode_block import MOST_ROWS, decode_block, runs_eager, run
 from tokendepth.ops.decode_inputs import FEW_ROWS, CacheLayer, KeyWeights, decode_inputs
 from tokendepth.ops.sparse_block import BlockWeights
 
-ROUNDING = 2.0**-22  # of sums in float32, in another order than the library's
+ROUNDING = 2.0**-22  # of float32 sums in a different order from the library's
 FAR = 1e30  # in keys and values that must not be seen; finite, because weight 0 times NaN is NaN
 
-# slots, d, heads, kv heads, width, d_ff, columns. One slot and several; sizes that are no powers of two; more
-# slots than a block of rows; more keys than a program takes; sums that are cut into parts.
+# slots, d, heads, kv heads, width, d_ff, columns. One slot and several; sizes that are not powers of two; more slots
+# than a block of rows; more keys than a program takes; sums that are split into parts.
 SIZES = {
     "alone, odd": (1, 72, 3, 3, 24, 100, 37),
     "few": (3, 48, 3, 3, 16, 100, 21),
@@ -38,7 +38,7 @@ MODERN = {
     "shared by many": (2, 24, 10, 2, 16, 40, 45),
 }
 BIASED = {"biased, alone": (1, 40, 2, 1, 24, 72, 75), "biased": (5, 24, 4, 2, 16, 40, 9)}
-"""And with biases everywhere, norms of queries and keys, and GeGLU."""
+"""With biases everywhere, norms of queries and keys, and GeGLU."""
 ON_A_GPU = {
     "paper": (1, 256, 8, 8, 32, 1024, 256),
     "paper, many": (64, 256, 8, 8, 32, 1024, 256),
@@ -50,7 +50,7 @@ ON_A_GPU = {
 }
 MEASURED = {**SIZES, **MODERN, **BIASED, **(ON_A_GPU if torch.cuda.is_available() else {})}
 PATHS = {"one kernel": MOST_ROWS, "many": 0}
-"""Slots up to which one kernel does it all: each of both ways is tried with every number of slots."""
+"""Slots up to which one kernel does everything; both ways are tested with every number of slots."""
 SHARES = {"none": 0.0, "one": None, "some": 0.4, "all": 1.0}
 KINDS: tuple[dict[str, Any], ...] = (
     {"share": "none", "gate": True},
@@ -61,11 +61,11 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 SOME_KINDS = ("alone, odd", "modern", "long", "long sums", "shared by many", "modern, alone", "biased, alone")
-"""Sizes that are like others but for one thing, tried with some tokens active and without a decision."""
+"""Sizes that differ from others in one respect only; tested with some tokens active and without a decision."""
 
 
 class Given(NamedTuple):
-    """What both steps take."""
+    """The arguments of both steps."""
 
     h: Tensor
     norm: NormWeights
@@ -81,7 +81,7 @@ class Given(NamedTuple):
     gate: Tensor | None
 
     def inputs(self, backend: str, *, routed: bool = True) -> BlockInputs:
-        """With a router, everybody's; without one, those of the active tokens alone."""
+        """With a router, of all tokens; without one, only of the active tokens."""
         start = self.h, self.norm, self.keys, self.layer, self.writes, self.rotation
         if routed:
             return decode_inputs(*start, self.threshold.valid, None, self.router, self.threshold, backend=backend)
@@ -110,7 +110,7 @@ def operands(
     normed: bool = False,
     inclusive: bool = False,
 ) -> Given:
-    """`resting`: some slots rest, so that their key goes to the column that nobody reads."""
+    """`resting`: some slots are idle, so that their key goes to the column that is never read."""
     batch, d, heads, kv_heads, width, ff, window = size
     modern, biased = size in (*MODERN.values(), *BIASED.values()) or kv_heads < heads, size in BIASED.values()
     dice = torch.Generator().manual_seed(0)
@@ -121,7 +121,7 @@ def operands(
     def matrix(out: int, into: int) -> Tensor:
         return random(out, into) / into**0.5
 
-    eps = 0.1  # one that shows
+    eps = 0.1  # large enough to matter
     gated = "geglu" if biased else "swiglu"
     weights = BlockWeights(
         heads, matrix(heads * width, d), matrix(d, heads * width), random(d), None if modern else random(d), eps,
@@ -167,7 +167,7 @@ def operands(
 
 @pytest.mark.parametrize("name", ["few", "modern", "biased"])
 def test_the_reference_reads_no_more_than_it_may(name):
-    """What is not seen holds values that would drown the rest, what is not there NaN."""
+    """Keys that must not be seen hold values that would dominate the result; columns that do not exist yet hold NaN."""
     given = operands((SIZES | MODERN | BIASED)[name], "some", gate=True, resting=True).to(torch.float64)
     before = given.to(torch.float64)
     inputs = given.inputs("reference")
@@ -218,7 +218,7 @@ def test_a_few_slots_are_one_kernel_and_more_are_not(kernels_on_a_gpu):
 @pytest.mark.parametrize("name", [name for name, size in (SIZES | MODERN | BIASED).items() if size[0] == 1])
 @torch.no_grad()
 def test_eager_equals_reference(name, kind):
-    """Of one sequence: both steps, and what they leave in the cache."""
+    """For one sequence: both steps, and the contents of the cache."""
     given = operands((SIZES | MODERN | BIASED)[name], **KINDS[kind]).to(torch.float64)
     assert runs_eager(given.h)
     by_eager, by_reference = given.to(torch.float64), given.to(torch.float64)
@@ -226,7 +226,7 @@ def test_eager_equals_reference(name, kind):
     for part, found in results(by_eager, "eager").items():
         torch.testing.assert_close(found, expected[part], rtol=1e-10, atol=1e-10)
     pairs = [(by_eager, by_reference)]
-    if given.active is not None:  # keys of the active tokens alone
+    if given.active is not None:  # keys of the active tokens only
         pairs.append((given.to(torch.float64), given.to(torch.float64)))
         for one, backend in zip(pairs[1], ("eager", "reference"), strict=True):
             one.inputs(backend, routed=False)
@@ -251,7 +251,7 @@ def cases() -> dict[str, tuple[str, dict[str, Any], str]]:
     for path, name, kind in product(PATHS, MEASURED, KINDS):
         if name in SOME_KINDS and kind not in (KINDS[2], KINDS[-1]):
             continue
-        if (path, name) == ("one kernel", "long sums"):  # which cuts none into parts
+        if (path, name) == ("one kernel", "long sums"):  # which splits no sum into parts
             continue
         in_words = ", ".join(str(v) if k == "share" else k for k, v in kind.items())
         found[f"{path}, {name}: {in_words}"] = name, kind, path
@@ -261,7 +261,7 @@ def cases() -> dict[str, tuple[str, dict[str, Any], str]]:
 @pytest.mark.slow
 @pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
-    """By case and result: the errors of kernel and library, and what had to stay the same and did not."""
+    """For each case and result: the errors of kernel and library, and what changed although it must not."""
     assert set(measured) == set(cases())
     wrong = {case: found for case, found in measured.items() if not fine(found)}
     assert wrong == {}
@@ -280,7 +280,7 @@ def test_kernel(measured):
     ],
 )
 def test_the_kernels_compile_for_a_gpu(name, path, monkeypatch):
-    """Without one: Triton's interpreter knows no types, so that it runs what its compiler refuses."""
+    """No GPU is needed. Triton's interpreter has no types, so it runs code that the compiler rejects."""
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -342,7 +342,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def results(given: Given, backend: str) -> dict[str, Tensor]:
-    """What both steps make, and what they leave in the cache, as far as it can be seen."""
+    """The results of both steps, and the visible contents of the cache."""
     routed = given.inputs(backend)
     assert routed.decision is not None
     there = torch.arange(given.layer.seen.shape[1], device=given.h.device) == given.writes
@@ -360,7 +360,7 @@ def at(part: Tensor, there: Tensor) -> Tensor:
 def compared(name: str, kind: dict[str, Any], path: str, to: tuple[torch.dtype, str]) -> dict[str, Any]:
     chosen.FEW_ROWS = PATHS[path]
     given = operands(MEASURED[name], **kind)
-    # The layer's own numbers are the same everywhere: rounded ones, so that only what is computed differs.
+    # The layer's contents are rounded first, so that only computed values differ.
     given = given.to(to[0]).to(torch.float32)
     exact, library, kernel = given.to(torch.float64), given.to(*to), given.to(*to)
     before = kernel.to(*to)
@@ -383,7 +383,7 @@ def compared(name: str, kind: dict[str, Any], path: str, to: tuple[torch.dtype, 
         changed += [] if torch.equal(kernel.h[rest], before.h[rest]) else ["h"]
         alone, wanted = before.to(*to), before.to(torch.float64)
         found, x = alone.inputs("kernel", routed=False), wanted.inputs("reference", routed=False).x
-        alone.block(found, "kernel")  # which may have keys to write
+        alone.block(found, "kernel")  # may have keys to write
         active = alone.active
         assert active is not None
         errors["x of the active"] = error(found.x[active], x[active.cpu()]), error(by_library["x"], expected["x"])
@@ -402,14 +402,14 @@ def compared(name: str, kind: dict[str, Any], path: str, to: tuple[torch.dtype, 
 
 
 def _measure() -> None:
-    """Print one JSON object: for every case, what `test_kernel` asks."""
+    """Print one JSON object: for every case, what `test_kernel` checks."""
     from tokendepth.ops.decode_attention import kernel as attention
     from tokendepth.ops.decode_block import kernel
     from tokendepth.ops.decode_many import kernel as many
 
     on_gpu = torch.cuda.is_available()
     to = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
-    if not on_gpu:  # so that small shapes are cut as large ones are
+    if not on_gpu:  # so that small shapes are split like large ones
         kernel.KEYS, attention.TILE, attention.PROGRAMS, many.UNITS = 16, 16 * 16, 16, 32
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written holds NaN
     with torch.no_grad():

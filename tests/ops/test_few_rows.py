@@ -1,4 +1,4 @@
-"""Few rows times a matrix on a CPU: the library's product to rounding, left to the library wherever that is better."""
+"""A few rows times a matrix on a CPU: equal to the library up to rounding; left to the library if that is better."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +20,7 @@ def _two_threads(monkeypatch):
 
 
 def cut(monkeypatch) -> list[torch.Size]:
-    """Of every matrix that is cut from now on: the shape of its pieces."""
+    """Records the shape of the pieces of every matrix that is split."""
     seen, bmm = [], torch.bmm
 
     def told(rows, pieces):
@@ -87,12 +87,12 @@ def test_the_library_has_the_others_whole(case, monkeypatch):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """A matrix is packed when it is first needed."""
+    """Matrices are packed at first use."""
     monkeypatch.setattr(eager, "PATIENCE", 0)
 
 
 def packing(monkeypatch) -> list[torch.Size]:
-    """The shape of every matrix that is packed from now on."""
+    """Records the shape of every matrix that is packed."""
     seen, pack = [], torch.ops.mkldnn._reorder_linear_weight
 
     class Told:

@@ -1,4 +1,4 @@
-"""gated_add: `eager`, with its own backward, against the obvious `reference` and against finite differences."""
+"""gated_add: `eager`, with its own backward, against the simple `reference` and against finite differences."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def gradients(op, h: Tensor, update: Tensor, gate: Tensor, weight: Tensor) -> li
 @each_size
 @each_dtype
 def test_forward_equals_the_reference(size, dtype):
-    """To one rounding of the product and one of the sum: a fused multiply-add saves the first."""
+    """Up to one rounding of the product and one of the sum; a fused multiply-add saves the first."""
     h, update, gate = inputs(size, dtype)
     actual, expected = eager(h, update, gate), reference(h, update, gate)
     assert actual.dtype == dtype
@@ -48,7 +48,7 @@ def test_gradients_are_those_of_finite_differences(size):
 @each_size
 @each_dtype
 def test_gradients_equal_the_references(size, dtype):
-    """The gate's is a sum of d products: d roundings of their magnitude. The others are one product."""
+    """The gate's gradient is a sum of d products, with d roundings of their magnitude; the others are one product."""
     h, update, gate = inputs(size, dtype)
     weight, _, _ = inputs(size, dtype, seed=1)
     actual, expected = (gradients(op, h, update, gate, weight) for op in (eager, reference))
@@ -86,7 +86,7 @@ def test_a_decision_takes_no_gradient_and_lets_it_pass_to_what_it_keeps():
 
 
 def test_an_update_in_lower_precision_is_added_in_the_states():
-    """As under autocast: the blocks compute in bfloat16, the residual stream stays in float32."""
+    """As under autocast: blocks compute in bfloat16, and the residual stream stays in float32."""
     h, update, gate = inputs((2, 3, 4), torch.float32)
     half = update.bfloat16().requires_grad_()
     out = eager(h, half, gate)

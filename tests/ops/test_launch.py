@@ -1,4 +1,4 @@
-"""Where kernels run: what they are asked to serve, and what they refuse."""
+"""Which inputs the kernels accept, and which they reject."""
 
 import pytest
 import torch
@@ -33,9 +33,9 @@ def test_a_kernel_refuses_narrow_heads_and_full_precision_on_a_gpu(kernels_on_a_
     h = torch.zeros(2, 5, 16)
     check_kernel(h, width=16)
     kernels_on_a_gpu(check_kernel, h.bfloat16())
-    with pytest.raises(ValueError, match="at least 16 numbers, not 8; take 'eager'"):
+    with pytest.raises(ValueError, match="width 16 or more, not 8; use 'eager'"):
         check_kernel(h, width=8)
-    with pytest.raises(ValueError, match=r"bfloat16 and float16 on a GPU, not torch.float32; take 'eager'"):
+    with pytest.raises(ValueError, match=r"bfloat16 and float16 on a GPU, not torch.float32; use 'eager'"):
         kernels_on_a_gpu(check_kernel, h)
 
 

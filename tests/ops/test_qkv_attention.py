@@ -1,7 +1,7 @@
-"""qkv_attention: the kernel against the layer that it serves, in float64.
+"""qkv_attention: the kernel against the attention layer in float64.
 
-It is measured in a subprocess, this file run as a script: Triton's interpreter has to be chosen before Triton is
-imported. On a GPU the same script measures the real kernel, in bfloat16.
+The kernel is measured in a subprocess, this file run as a script: Triton's interpreter has to be chosen before Triton
+is imported. On a GPU the same script measures the real kernel, in bfloat16.
 """
 
 import json
@@ -31,7 +31,7 @@ class Case(NamedTuple):
     normed: bool = True
     turned: bool = True
     spare: int = 0
-    """Rows of one more sequence, longer than any may be, that nobody reads: so packed passes end."""
+    """Rows of one more sequence, longer than allowed and never read; packed forward passes end with one."""
 
 
 CASES = {
@@ -72,7 +72,7 @@ def layer(case: Case) -> Attention:
 
 
 def context(case: Case) -> Context:
-    """Of concatenated rows, which stand three places apart in their sequences."""
+    """For concatenated rows, which are three positions apart in their sequences."""
     counts, model = torch.tensor([*case.counts, *([case.spare] if case.spare else [])]), model_of(case)
     places = torch.cat([3 * torch.arange(count) for count in counts.tolist()])
     cos, sin = (part[0] for part in RotaryPositions(model).rotation(places))
@@ -114,7 +114,7 @@ def test_the_layer_calls_it(kernels_on_a_gpu):
 @pytest.mark.slow
 @pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
-    """It prints `[kernel's error, the library's]` by case, both against the layer in float64."""
+    """The script prints `[kernel's error, the library's]` for each case, both against the layer in float64."""
     assert measured.keys() == MEASURED.keys()
     rounding = 2.0**-24
     too_large = {name: pair for name, pair in measured.items() if not pair[0] <= 2 * pair[1] + 8 * rounding}
@@ -131,7 +131,7 @@ def main() -> None:
     from tokendepth.ops.qkv_attention import kernel as module
 
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    if device == "cpu":  # the interpreter takes tile by tile, however full
+    if device == "cpu":  # the interpreter works tile by tile, even if a tile is nearly empty
         module.TILES |= {"BLOCK_M": 32, "BLOCK_N": 16}
     found = {}
     for name, case in MEASURED.items():

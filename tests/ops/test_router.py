@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("logits", "h", "w1", "b1", "w2", "b2")
 ROUNDING = 2.0**-24  # of a float32
 
-# Shape of h and hidden. One row and some, several row blocks for a program, several pieces of d; no powers of two.
+# Shape of h and hidden. One row and several, several row blocks per program, several pieces of d; no powers of two.
 SIZES = {
     "one token": ((1, 32), 16),
     "five tokens": ((5, 48), 17),
@@ -42,7 +42,7 @@ CHECKS = ["no tokens", "an expanded gradient", "the same bits twice", "a NaN sta
 
 
 def operands(shape: tuple[int, ...], hidden: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """h, w1, b1, w2, b2 with every pre-activation far from zero, where rounding would decide what relu lets pass."""
+    """h, w1, b1, w2, b2 with every pre-activation far from zero, so that rounding does not flip the relu."""
     random = torch.Generator().manual_seed(seed)
     d = shape[-1]
     w1 = torch.randn(hidden, d, generator=random) / d**0.5
@@ -161,7 +161,7 @@ def test_auto_on_a_gpu_knows_what_the_kernel_is_good_at(kernels_on_a_gpu):
 @pytest.mark.slow
 @pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
-    """One test, so that one worker runs the script once. It prints `[kernel's error, PyTorch's]` by case and output."""
+    """One test, so that the script runs once. It prints `[kernel's error, PyTorch's]` for each case and output."""
     assert len(measured) == (2 * len(SIZES | ON_A_GPU) if torch.cuda.is_available() else len(SIZES))
     assert all(set(errors) == set(NAMES) for errors in measured.values())
     terms = {case: (SIZES | ON_A_GPU)[case.rpartition(", ")[0]][0][-1] for case in measured}
@@ -169,7 +169,7 @@ def test_kernel(measured):
         f"{case}: {name}": (kernels, pytorchs)
         for case, errors in measured.items()
         for name, (kernels, pytorchs) in errors.items()
-        # A sum of so many terms, each rounded at random: the library's may have erred by nothing.
+        # The error of a sum of this many terms with random rounding, since the library's own error may be 0.
         if not kernels <= 2 * pytorchs + terms[case] ** 0.5 * ROUNDING
     }
     assert too_large == {}
@@ -207,7 +207,7 @@ def measure(kernel, name: str, low_precision: bool, device: str) -> dict[str, tu
     exact = derived(eager, h, *weights, grad=grad, dtype=torch.float64)
     assert [x.dtype for x in found] == [torch.float32, h.dtype] + [torch.float32] * 4
     if h.dtype == torch.bfloat16 and device == "cpu":
-        # Triton's interpreter cuts a bfloat16 off where a GPU rounds, twice the error: here only about right.
+        # Triton's interpreter truncates to bfloat16 where a GPU rounds, with twice the error; so only a rough check.
         torch.testing.assert_close(found[1], pytorch[1])
         found[1] = pytorch[1]
     errors = [(error(a, c), error(b, c)) for a, b, c in zip(found, pytorch, exact, strict=True)]
@@ -251,13 +251,13 @@ def script() -> None:
 
     from tokendepth.ops.router.kernel import kernel
 
-    # Fills what torch.empty returns with NaN, so that what a kernel forgets to write shows.
+    # Fills what torch.empty returns with NaN, so that anything a kernel fails to write is noticed.
     torch.use_deterministic_algorithms(True)
     assert torch.ones(1, device=device).new_empty(1000).isnan().all()
     for name in CHECKS:
         check(kernel, name, device)
     cases = [(name, low) for name in SIZES | ON_A_GPU for low in (False, True)]
-    if device == "cpu":  # the interpreter's products of bfloat16 are wrong
+    if device == "cpu":  # the interpreter's bfloat16 products are wrong
         cases = [(name, False) for name in SIZES]
     print(json.dumps({f"{name}, low_precision={low}": measure(kernel, name, low, device) for name, low in cases}))
 

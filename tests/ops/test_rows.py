@@ -1,4 +1,4 @@
-"""Some of a batch's tokens as rows: listed, taken out, put back, and multiplied by a matrix.
+"""Some of a batch's tokens as rows: listed, gathered, scattered back, and multiplied by a matrix.
 
 The kernel is measured in one subprocess, this file run as a script: Triton's interpreter has to be chosen before
 Triton is imported. On a GPU the same script measures the real kernel, in bfloat16.
@@ -19,7 +19,7 @@ from tokendepth.ops.rows.reference import reference
 
 ROUNDING = 2.0**-24  # of a float32
 
-# batch, time, d, out. Sizes that are no powers of two; more rows than a block of them, more columns than one; no rows.
+# batch, time, d, out. Sizes that are not powers of two; more rows or columns than one block; no rows.
 SIZES = {
     "one token": (1, 1, 16, 16),
     "ragged": (2, 19, 33, 40),
@@ -145,7 +145,7 @@ def test_the_gradient_keeps_the_precision(dtype):
 
 
 def operands(size: tuple[int, ...], share: float | None, *, bias: bool, spoilt: bool = True) -> list:
-    """x, weight, bias and who is active (one token where there is no share); `spoilt`: NaN in the rows of the rest."""
+    """x, weight, bias and the active tokens (one if `share` is None); `spoilt`: NaN in the rows of the others."""
     batch, time, d, out = size
     dice = torch.Generator().manual_seed(0)
     x, weight = torch.randn(batch, time, d, generator=dice), torch.randn(out, d, generator=dice) / d**0.5
@@ -161,7 +161,7 @@ def cast(arguments: Sequence[Tensor | None], dtype: torch.dtype, device: str = "
 
 
 def listing(active: Tensor) -> Listed:
-    """As a kernel makes it, with what is no place after the last."""
+    """As a kernel makes it, with invalid places after the last."""
     listed = decide(-active.float(), 0.5, backend="reference").listed
     assert listed is not None
     return listed
@@ -216,7 +216,7 @@ def test_auto_is_the_kernel_for_low_precision_on_a_gpu_without_a_gradient(kernel
         given = cast(operands(SIZES["ragged"], 0.4, bias=True), dtype)
         return kernels_on_a_gpu(run, *given, listing(given[3]) if listed else None)
 
-    # It would count the active rows, and here are none.
+    # It would count the active rows, which is impossible with fake tensors.
     monkeypatch.setattr("tokendepth.ops.rows.eager.product", lambda *_: "eager")
     with torch.no_grad():
         assert launched(torch.bfloat16) == ["list_active", "product_of_rows"]
@@ -228,12 +228,12 @@ def test_auto_is_the_kernel_for_low_precision_on_a_gpu_without_a_gradient(kernel
 @pytest.mark.slow
 @pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
-    """By case: the errors of kernel and library, and whether the kernel left zeros where nobody is active."""
+    """For each case: the errors of kernel and library, and whether the kernel's inactive rows are zero."""
     assert len(measured) == len(MEASURED) * len(SHARES) * 2
     wrong = {
         case: found
         for case, found in measured.items()
-        # A sum of so many terms, each rounded at random: the library's may have erred by nothing.
+        # The error of a sum of this many terms with random rounding, since the library's own error may be 0.
         if not found["kernel"] <= 2 * found["library"] + MEASURED[case.split(", ")[0]][2] ** 0.5 * ROUNDING
         or not found["zeros"]
     }
@@ -246,7 +246,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def _measure() -> None:
-    """Print one JSON object: for every case, what `test_kernel` asks."""
+    """Print one JSON object: for every case, what `test_kernel` checks."""
     from tokendepth.ops.rows.kernel import _product
 
     on_gpu = torch.cuda.is_available()

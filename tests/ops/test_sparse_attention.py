@@ -1,7 +1,7 @@
-"""sparse_attention: `eager` against the obvious `reference`, at awkward sizes, with memory poisoned beforehand.
+"""sparse_attention: `eager` against the simple `reference`, at awkward sizes, with poisoned memory.
 
-In float64 both are right to 1e-15 a term, so 1e-12 of the largest value is rounding. In float32, against the reference
-in float64: 6e-8 a term and sums of at most 20 terms, so 1e-5 is.
+In float64 both are precise to 1e-15 per term, so 1e-12 of the largest value is rounding. In float32, against the
+reference in float64, it is 6e-8 per term and sums have at most 20 terms, so 1e-5 is.
 """
 
 import pytest
@@ -36,7 +36,7 @@ placed = pytest.mark.parametrize("columns", [False, True], ids=["last keys", "co
 
 @pytest.fixture(autouse=True, params=["a call per sequence", "a call per half of one", "padded", "products if alone"])
 def _way(request, monkeypatch):
-    """All ways that `eager` has, on whatever machine and at every size."""
+    """All code paths in `eager`, on any machine and at every size."""
     monkeypatch.setattr(eager_module, "_launches_cost", lambda q: request.param == "padded")
     if request.param != "products if alone":
         monkeypatch.setattr(eager_module, "FEW_SCORES", 0)
@@ -47,7 +47,7 @@ def _way(request, monkeypatch):
 def inputs(size: tuple[int, ...], which: str, *, mask: bool = False, columns: bool = False) -> tuple[Tensor, ...]:
     """q, k, v, active, key_valid (or None) and columns (or None), in float64.
 
-    Columns are ragged: each sequence has its own length, and its tokens stand anywhere among its keys, in order.
+    Columns are ragged: each sequence has its own length, and its tokens are anywhere among its keys, in order.
     """
     batch, time, cached, heads, width, kv_heads = size
     rng = torch.Generator().manual_seed(sum(size))
@@ -90,7 +90,7 @@ def test_eager_equals_the_reference(size, active, mask, columns):
 
 
 @each_size
-@pytest.mark.parametrize("active", ["one", "some", "all"])  # without a row there is nothing to differentiate
+@pytest.mark.parametrize("active", ["one", "some", "all"])  # without rows there is nothing to differentiate
 @masked
 @placed
 def test_gradients_equal_the_references(size, active, mask, columns):
@@ -102,7 +102,7 @@ def test_gradients_equal_the_references(size, active, mask, columns):
         (op(*leaves, flags, key_valid, places) * weight).sum().backward()
         gradients.append([t.grad for t in leaves])
     for actual, expected in zip(*gradients, strict=True):
-        # At least 1: gradients that are zero in theory (a row with one key) are rounding of terms of that size.
+        # At least 1: gradients that should be zero (a row with one key) are rounding errors of terms of that size.
         assert (actual - expected).abs().max() <= 1e-12 * max(1.0, float(expected.abs().max()))
 
 
@@ -126,7 +126,7 @@ def test_the_reference_is_the_definition():
 @pytest.mark.parametrize("active", ["one", "some", "all"])
 @placed
 def test_all_rows_are_those_of_dense_attention(size, active, columns):
-    """The rows of some tokens are the same rows of attention over all."""
+    """The rows of some tokens equal the same rows in attention for all tokens."""
     q, k, v, everything, _, places = inputs(size, "all", columns=columns)
     chosen = inputs(size, active)[3]
     found = eager(q[chosen.flatten()], k, v, chosen, None, places)
@@ -135,7 +135,7 @@ def test_all_rows_are_those_of_dense_attention(size, active, columns):
 
 @pytest.mark.parametrize("size", [size for size in SIZES if size[3] != size[5]], ids=str)
 def test_a_group_of_heads_shares_its_keys_and_values(size):
-    """As if each had its own, neighbours the same."""
+    """As if each head had its own, the same for neighbours."""
     q, k, v, active, key_valid, places = inputs(size, "some", mask=True, columns=True)
     own_k, own_v = (kept.repeat_interleave(size[3] // size[5], dim=1) for kept in (k, v))
     for op in (eager, reference):
@@ -153,7 +153,7 @@ def test_the_last_keys_are_columns_too(size):
 @each_size
 @placed
 def test_what_must_not_be_seen_is_not(size, columns):
-    """Later and invalid keys hold values that would drown the rest. They are finite: weight 0 times NaN is NaN."""
+    """Later and invalid keys hold values that would dominate the result; finite, because weight 0 times NaN is NaN."""
     q, k, v, active, key_valid, places = inputs(size, "some", mask=True, columns=columns)
     cached, (batch, time) = size[2], active.shape
     seen = torch.zeros(batch, cached + time, dtype=torch.bool)
@@ -177,7 +177,7 @@ def test_a_sequence_reads_no_other_one():
 
 
 def test_the_op_takes_views():
-    """As the model gives them: heads split from a row, transposed, and a slice of a cache."""
+    """As in the model: heads split from a row, transposed, and a slice of a cache."""
     q, k, v, active, key_valid, _ = inputs((2, 13, 4, 3, 6, 3), "some", mask=True)
     buffers = [torch.full((2, 3, 40, 6), torch.nan, dtype=torch.float64) for _ in range(2)]
     for buffer, tensor in zip(buffers, (k, v), strict=True):
@@ -198,5 +198,5 @@ def test_the_inputs_are_left_as_they_were():
 
 def test_one_sequence_is_as_contiguous_as_a_compiler_is_told():
     q, k, v, active, _, _ = inputs((1, 9, 0, 3, 4, 3), "all")
-    with sdpa_kernel(SDPBackend.MATH):  # which leaves its rows in another order
+    with sdpa_kernel(SDPBackend.MATH):  # returns rows in a different memory order
         assert eager(q, k, v, active).is_contiguous()

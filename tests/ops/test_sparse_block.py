@@ -25,11 +25,11 @@ from tokendepth.ops.sparse_block import (
     sparse_block,
 )
 
-ROUNDING = 2.0**-24  # of a float32: what twice an error of nothing still allows
+ROUNDING = 2.0**-24  # of a float32; allowed even if the library's error is 0
 FAR = 1e30  # in keys and values that must not be seen; finite, because weight 0 times NaN is NaN
 
-# batch, time, d, heads, ff, keys. Rows in one tile (d a power of two up to 256) and not; a cache; widths that are no
-# powers of two; more rows than a block of them; more tokens than a program looks through for its own.
+# batch, time, d, heads, ff, keys. Rows in one tile (d a power of two up to 256) or not; a cache; widths that are not
+# powers of two; more rows than one block; more tokens than a program searches for its own rows.
 SIZES = {
     "one token": (1, 1, 32, 2, 16, 1),
     "one tile": (2, 19, 32, 2, 48, 19),
@@ -39,14 +39,14 @@ SIZES = {
     "blocks of rows": (2, 150, 32, 2, 32, 170),
     "long": (1, 300, 32, 2, 32, 300),
 }
-# The same with fewer heads of keys and values, each of 16 numbers: more than d together.
+# The same with fewer key/value heads, each of width 16: more than d together.
 MODERN = {
     "modern": (2, 19, 24, 4, 40, 19, 2),
     "modern, a cache": (3, 7, 24, 4, 40, 21, 1),
     "modern, alone": (1, 11, 24, 4, 40, 14, 2),
 }
 BIASED = {"modern, biased": (2, 19, 24, 4, 40, 19, 2), "modern, biased, blocks of rows": (1, 150, 24, 2, 72, 170, 1)}
-"""And with biases everywhere, a norm of the queries, and GeGLU."""
+"""With biases everywhere, a norm of the queries, and GeGLU."""
 MODERN |= BIASED
 ON_A_GPU = {"the paper's": (8, 256, 256, 8, 1024, 256), "GPT-2's": (4, 512, 768, 12, 3072, 512)}
 ON_A_GPU["SmolLM2's"] = (4, 512, 576, 9, 1536, 512, 3)
@@ -57,12 +57,12 @@ SHARES = {"none": 0.0, "one": None, "some": 0.4, "all": 1.0}
 
 
 class Given(NamedTuple):
-    """What `sparse_block` takes, but for the weights in the place of the parts."""
+    """The arguments of `sparse_block`, with weights instead of parts."""
 
     h: Tensor
     x: Tensor
     kv: Tensor
-    """`[batch, keys + 1, 2, kv head, width]`: a cache, of which the last column is not read."""
+    """`[batch, keys + 1, 2, kv head, width]`: a cache whose last column is not read."""
     active: Tensor | None
     weights: BlockWeights
     gate: Tensor | None
@@ -87,7 +87,7 @@ class Given(NamedTuple):
         moved = tree_map(one, self)
         if self.gate is None:
             return moved
-        exact = torch.promote_types(dtype, torch.float32)  # as a router makes it
+        exact = torch.promote_types(dtype, torch.float32)  # as from a router
         return moved._replace(gate=self.gate.to(device, exact, copy=True))
 
 
@@ -123,10 +123,10 @@ def operands(
     columns: bool = False,
     listed: bool = False,
 ) -> Given:
-    """A share of the tokens is active, one where there is no share, or `everybody`.
+    """The share `share` of the tokens is active, one token if it is None, or `everybody`.
 
-    Columns are ragged: each sequence has its own length, and its tokens stand anywhere among its keys, in order. Keys
-    that no active token may see hold values that would drown the rest.
+    Columns are ragged: each sequence has its own length, and its tokens are anywhere among its keys, in order. Keys
+    that no active token may see hold values that would dominate the result.
     """
     batch, time, d, heads, ff, keys = size[:6]
     is_modern = len(size) == 7
@@ -141,7 +141,7 @@ def operands(
     def matrix(out: int, into: int) -> Tensor:
         return random(out, into) / into**0.5
 
-    query, out, norm, eps = matrix(q_out, d), matrix(d, q_out), random(d), 0.1  # an eps that shows
+    query, out, norm, eps = matrix(q_out, d), matrix(d, q_out), random(d), 0.1  # an eps large enough to matter
     if not is_modern:
         ffn = matrix(ff, d), random(ff), matrix(d, ff), random(d)
         weights = BlockWeights(heads, query, out, norm, random(d), eps, *ffn)
@@ -206,7 +206,7 @@ def test_eager_equals_reference(name, columns, valid, gate, share):
 
 
 def changed(given: Given, before: Given) -> set[str]:
-    """The tensors that are no longer what they were."""
+    """The tensors that have changed."""
     parts = ((name, tree_leaves(getattr(given, name)), tree_leaves(getattr(before, name))) for name in Given._fields)
     return {name for name, now, was in parts if not all(map(same_bits, now, was))}
 
@@ -240,7 +240,7 @@ def test_gradients_equal_the_references(name):
 
 
 def test_by_hand():
-    """Tokens of one number: each step is a product."""
+    """Tokens of width 1, so that each step is a simple product."""
     h, x = torch.ones(1, 2, 1), torch.full((1, 2, 1), 5.0)
     k, v = torch.zeros(1, 1, 2, 1), torch.tensor([[[[2.0], [4.0]]]])  # on average 3
     parts = BlockParts(lambda x, _: x[..., None], lambda y: 2 * y, lambda h: h + 10, lambda x: 100 * x, None)
@@ -261,7 +261,7 @@ def test_on_a_cpu_auto_is_eager_and_an_unknown_backend_is_refused():
         given("fast")
 
 
-# --- which one auto takes ---------------------------------------------------------------------------------------------
+# --- what auto chooses ------------------------------------------------------------------------------------------------
 
 
 def test_who_has_a_kernel():
@@ -280,7 +280,7 @@ def test_who_has_a_kernel():
 
 def test_the_kernel_refuses_what_it_does_not_know():
     pytest.importorskip("triton")
-    with pytest.raises(ValueError, match="at least 16 numbers, not 8"):
+    with pytest.raises(ValueError, match="width 16 or more, not 8"):
         operands((1, 2, 64, 8, 64, 2))("kernel")
     given = operands(SIZES["one tile"])
     parts = parts_of(given.weights)._replace(weights=None)
@@ -293,7 +293,7 @@ def test_the_kernel_refuses_what_it_does_not_know():
 @torch.no_grad()
 def test_auto_is_the_kernel_for_what_it_knows_and_lists_only_what_programs_do_not_find(kernels_on_a_gpu, monkeypatch):
     def launched(size: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, **kind: bool) -> tuple[list[str], bool]:
-        """The kernels, and whether launches decide how long they take."""
+        """The kernels, and whether the block is launch-bound."""
         bound = []
 
         def run(*fields: Any) -> None:
@@ -303,7 +303,7 @@ def test_auto_is_the_kernel_for_what_it_knows_and_lists_only_what_programs_do_no
 
         return kernels_on_a_gpu(run, *operands(size, **kind).to(dtype)), bound[0]
 
-    # It would count the active rows, and here are none.
+    # It would count the active rows, which is impossible with fake tensors.
     monkeypatch.setattr("tokendepth.ops.sparse_block.eager.eager", lambda *_: None)
     short, long, many = ((batch, time, 64, 2, 64, time) for batch, time in ((2, 256), (2, 257), (17, 256)))
     assert launched(short) == launched(short, everybody=True) == (["sparse_block"], True)
@@ -321,7 +321,7 @@ def test_auto_is_the_kernel_for_what_it_knows_and_lists_only_what_programs_do_no
 
 
 def ways() -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
-    """Size and kind of every case: every kind at the sizes of EVERY_KIND, half of them at the others."""
+    """Size and kind of every case: all kinds at the sizes in EVERY_KIND, half of them at the others."""
     plain, masks, columns = {}, {"gate": True, "valid": True}, {"columns": True}
     listed = {**masks, **columns, "listed": True}
     kinds = {"none": (masks, listed), "one": (plain, listed), "some": (plain, masks, columns, listed)}
@@ -340,7 +340,7 @@ def ways() -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.xdist_group("kernels")
 def test_kernel(measured):
-    """By case: the errors of kernel and library, and whether others' states and all inputs but h are the same."""
+    """For each case: the errors of kernel and library, and whether inactive states and inputs but h are unchanged."""
     assert set(measured) == set(ways())
     wrong = {
         case: found
@@ -356,7 +356,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def _measure() -> None:
-    """Print one JSON object: for every case, what `test_kernel` asks."""
+    """Print one JSON object: for every case, what `test_kernel` checks."""
     from tokendepth.ops.sparse_block.kernel import _sparse_block
 
     to = (torch.bfloat16, "cuda") if torch.cuda.is_available() else (torch.float32, "cpu")
@@ -387,7 +387,7 @@ def _measure() -> None:
 
 
 def _views(given: Given) -> None:
-    """The same bits for tensors that are not contiguous, of which h is not overwritten."""
+    """The same bits for tensors that are not contiguous; then h is not overwritten."""
     turned = {name: getattr(given, name) for name in ("h", "x", "active", "gate", "key_valid", "columns")}
     views = {name: x.transpose(0, 1).contiguous().transpose(0, 1) for name, x in turned.items()}
     assert not any(view.is_contiguous() for view in views.values())

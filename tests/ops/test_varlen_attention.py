@@ -1,7 +1,7 @@
-"""varlen_attention: `eager` against the obvious `reference`, at awkward lengths, with memory poisoned beforehand.
+"""varlen_attention: `eager` against the simple `reference`, at awkward lengths, with poisoned memory.
 
-In float64 both are right to 1e-15 a term, so 1e-12 of the largest value is rounding. In float32, against the reference
-in float64: 6e-8 a term and sums of at most 20 terms, so 1e-5 is.
+In float64 both are precise to 1e-15 per term, so 1e-12 of the largest value is rounding. In float32, against the
+reference in float64, it is 6e-8 per term and sums have at most 20 terms, so 1e-5 is.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from tokendepth.ops.varlen_attention.reference import reference
 COUNTS = [(1,), (0,), (0, 0), (5, 0, 3), (1, 1, 1), (0, 7, 1, 4), (13, 2)]
 HEADS = [(1, 1), (3, 3), (4, 2), (4, 1)]  # of queries, of keys and values
 EARLIER = (4, 0, 6, 1)
-"""Keys of each sequence from before, where there is a cache."""
+"""Earlier keys of each sequence, if there is a cache."""
 
 each_counts = pytest.mark.parametrize("counts", COUNTS, ids=str)
 each_heads = pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -28,12 +28,12 @@ each_source = pytest.mark.parametrize("cached", [False, True], ids=["rows", "cac
 
 @pytest.fixture(autouse=True, params=["a call per sequence", "padded"])
 def _way(request, monkeypatch):
-    """Both ways that `eager` has, on whatever machine."""
+    """Both code paths in `eager`, on any machine."""
     monkeypatch.setattr(eager_module, "_launches_cost", lambda q: request.param == "padded")
 
 
 def inputs(counts: tuple[int, ...], heads: tuple[int, int], cached: bool) -> tuple[Any, ...]:
-    """In float64. A cache has more columns than there are keys, and what is behind them is not to be seen."""
+    """In float64. A cache has more columns than keys, and the columns behind the keys must not be seen."""
     rng = torch.Generator().manual_seed(sum(counts) + sum(heads))
     rows, width = sum(counts), 5
     q = torch.randn(rows, heads[0], width, generator=rng, dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_a_compiler_takes_it_as_one_op(cached):
 
 
 def test_rows_cost_as_many_keys_as_their_own_sequence_has(monkeypatch):
-    """On a CPU: two products of each row with each key of its sequence, of every head."""
+    """On a CPU: two products per row, key of its sequence, and head."""
     monkeypatch.setattr(eager_module, "_launches_cost", lambda q: False)
     for cached, pairs in ((False, 5 * 5 + 3 * 3), (True, 5 * 9 + 3 * 9)):
         arguments = inputs((5, 0, 3), (4, 2), cached)

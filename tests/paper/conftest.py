@@ -15,7 +15,7 @@ from tokendepth.training import loop
 
 @pytest.fixture
 def undrawn() -> Iterator[pytest.MonkeyPatch]:
-    """Figures of no bytes, for whoever looks only at the pages around them; with `undo` they are drawn again."""
+    """Empty figures, for tests that read only the pages around them; after `undo` figures are drawn again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", lambda *_, **__: None)
         patch.setattr(Figure, "draw_without_rendering", lambda _: None)
@@ -24,7 +24,7 @@ def undrawn() -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_tokens():
-    """The thresholds of a miniature need not hold on other text, and nobody looks at its losses."""
+    """The thresholds of a miniature need not hold on other text, and its losses are not used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "FIRST_TOKENS", 2**10)
         patch.setattr(calibrate, "MOST_TOKENS", 2**10)

@@ -15,7 +15,7 @@ PER_SITE = [1.0, 0.55, 0.8, 0.85, 0.8, 0.85]
 
 
 def evaluation(config: RunConfig, seed: int, *, executed_worse: float = 0.16) -> dict[str, Any]:
-    """Plausible in shape and size, and nobody's result."""
+    """Plausible in shape and size, but not a real result."""
     layers = config.model.n_layer
     penalty = config.method.depth_penalty if isinstance(config.method, TSAConfig) else 0.0
     loss = 1.44 + 0.004 * seed + 0.006 * (6 - layers) ** 2 + 0.19 * penalty

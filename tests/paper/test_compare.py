@@ -222,8 +222,8 @@ def test_a_loss_stands_beside_dense_models_of_its_cost():
     assert "- outside: budget 0.4." in verdicts(made_up(loss=2.7, flops=7e6))
 
 
-def test_costs_stand_beside_those_of_dense_models_of_its_cost():
-    """Dense models that cost a unit a layer in everything; budget 0.4 executes three and a half of them."""
+def test_costs_are_relative_to_six_dense_layers():
+    """Dense models that cost a unit per layer in everything; budget 0.4 executes three and a half of them."""
     found = made_up(loss=2.6, flops=3.5e6)
 
     def cost(training: float, stored: float, speedup: float) -> dict[str, Any]:
@@ -234,11 +234,12 @@ def test_costs_stand_beside_those_of_dense_models_of_its_cost():
         layers = found.configs[one].model.n_layer
         found.costs[same(found.configs[one], seed=False), None] = cost(layers, 100 * layers, 6 / layers)
     found.costs[same(found.configs[setting("budget 0.4")], seed=False), 0.4] = cost(7, 600, 2)
-    good, bad = pages.weigh(found, setting("budget 0.4"))
-    assert "1.17 of the speed" in good, "half of six layers' time, where three and a half layers take 3.5 / 6"
-    assert "2.00 of the training FLOPs" in bad
-    assert "1.71 of the keys and values" in bad
-    assert not any("parameters" in words for words in good + bad)
+    ratios = pages.costs_to_dense(found, setting("budget 0.4"))
+    expected = {"FLOPs": 3.5 / 6, "training FLOPs": 7 / 6, "parameters": 1, "K/V": 600 / 600, "speed": 2}
+    assert ratios == pytest.approx(expected)
+    assert set(ratios) == set(pages.COSTS), "each has its column"
+    cells = pages._figures(found, setting("budget 0.4"))
+    assert cells[3:] == ["0.58", "1.17", "1.00", "1.00", "2.00"]
 
 
 def test_seeds_that_only_some_settings_have_do_not_count():
@@ -266,12 +267,13 @@ def test_a_model_of_one_budget_needs_no_curve():
 
 def test_rows_of_an_old_calibration_say_so_above_their_tables():
     found = made_up(loss=2.6, flops=3.5e6)
-    assert "theirs looked at" not in document(found, "", "")
+    assert "older calibration" not in document(found, "", "")
     for row in found.rows[same(found.configs[setting("budget 0.4")], seed=False)].values():
         row["evaluated_on"] = {"commit": "2752c6f566f7"}
     said = " ".join(document(found, "", "").split("### Matched parameters")[0].split())
-    assert "theirs looked at 32,768 tokens" in said
-    assert "off by 0.0200 in a single block at the most, by 0.0050 in the mean over blocks" in said
+    assert "come from an older calibration" in said
+    assert "theirs read 32,768 tokens" in said
+    assert "off by at most 0.0200 in a single block, and by 0.0050 on average over blocks" in said
 
 
 def test_a_row_without_its_curve_is_not_run():
@@ -296,7 +298,7 @@ def test_a_method_has_its_colour_of_the_palette():
     assert len(compared) > 8
     for method, name in NAMES.items():
         if method not in compared:
-            continue  # of the other page, where depth pays
+            continue  # it is on the other page, WHERE_DEPTH_PAYS.md
         known = [colour for label, colour in drawn.items() if label.startswith(name)]
         assert known
         assert set(known) == {look("dense" if method == "two_passes" else method).colour}, name
@@ -310,7 +312,7 @@ def test_budget_routing_stands_beside_models_that_were_trained_alike():
 
 def test_the_rule_of_better_and_worse():
     assert judge(Stat((-0.02, -0.021, -0.019))) == "better"
-    assert judge(Stat((-0.02, 0.0, 0.02))) == "even"
+    assert judge(Stat((-0.02, 0.0, 0.02))) == "no clear difference"
     assert judge(Stat((0.02, 0.021))) == "worse"
     assert judge(Stat((0.019,))) == judge(Stat((-0.019,))) == "undecided", "one seed is not trusted near dense models"
     assert judge(Stat((0.03,))) == "worse"
@@ -363,23 +365,25 @@ def test_a_page_has_its_equation_figure_and_command(method):
         assert callable(parse(shlex.split(line)[1:]))
 
 
-def test_a_page_says_what_is_good_and_bad():
+def test_a_page_says_what_is_better_and_worse():
     drawing = {"budget": [Drawing("name", "caption", b"", b"")]}
 
     def page(loss: float) -> str:
         found = made_up(loss, flops=3.5e6)
         return pages.render("<!-- numbers: budget -->\nold\n<!-- end -->", [found], drawing).replace("\n  ", " ")
 
-    line = r"- Tiny-Shakespeare, budget 0.4: loss {}\d% ± 0.0\d%{}[.]"
-    good, bad = page(2.6).split("**Bad at")
+    line = r"- budget 0.4: loss {}\d% ± 0.0\d%{}[.]"
+    good, bad = page(2.6).split("**Worse than dense models with the same executed FLOPs:**")
     assert "old" not in good
     assert re.search(line.format("-1.8", ""), good)
-    assert re.search(line.format("[+]6.1", " beside those that were trained by two passes too"), bad)
-    assert "- Nothing yet, and not all of it has run." in page(2.4), "better than both, and costs are not there"
+    alike = " relative to dense models that were also trained with two passes per step"
+    assert re.search(line.format("[+]6.1", alike), bad)
+    assert "**Worse" not in page(2.4), "better than both"
+    assert "**Better than dense models with the same executed FLOPs:** nothing that we measured." in page(2.7)
 
 
 def test_the_drawings_are_true():
-    """What leaves for good stays away, and as many tokens are worked on as the caption says."""
+    """Tokens that leave for good do not return, and as many tokens are processed as the caption says."""
     for method in ("early_exit", "act", "mor"):
         rows = [row for label, row in SCHEMATICS[method].layers if label != "last"]
         for below, above in itertools.pairwise(rows):

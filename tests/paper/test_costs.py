@@ -1,4 +1,4 @@
-"""What the cache holds after reading a text, counted: every token's keys, or those of the tokens worked on."""
+"""The contents of the cache after reading a text: the keys of every token, or of processed tokens only."""
 
 import pytest
 import torch

@@ -13,20 +13,22 @@ import torch
 from paper import (
     contenders,
     depth,
+    depth_answer,
+    depth_order,
     depth_page,
     depth_targets,
     gaps,
-    generated,
     grid,
     loss_over_time,
     passes,
+    readme,
     spans,
     time_to_loss,
     times,
 )
 from paper.__main__ import PAPER
 from paper.contenders import CONTENDERS, DECIDERS, DENSE, LONG, RATES, SHORT, Contender
-from paper.equal_loss import Ratio, at_its_loss
+from paper.equal_loss import Ratio, at_its_loss, drawn_decisions
 from paper.evidence import BITS
 from paper.grid import Deadline, Progress
 from paper.pages import render
@@ -43,7 +45,7 @@ from tokendepth.report.figures import Drawing
 from tokendepth.report.summary import Stat
 from tokendepth.runs.results import read_rows
 
-RULE = "span by a rule on the text, 2 + 8 + 2 layers"
+RULE = "span, word ends, 2 + 8 + 2 layers"
 MOD = next(one for one in CONTENDERS if one.name == "mod")
 EXIT = next(one for one in CONTENDERS if one.name == "early_exit")
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,7 +188,7 @@ def test_dense_models_take_the_rate_of_the_nearest_number_of_layers(tmp_path):
 
 @pytest.fixture
 def searched(tmp_path) -> Path:
-    """A complete search of made-up rows; whoever comes first in RATES and values wins."""
+    """A complete search with made-up rows; the first rate in RATES and the first value win."""
     rows = dense_rows()
     for one in CONTENDERS[1:]:
         for n, value in enumerate(one.values):
@@ -259,26 +261,33 @@ def test_two_tables_at_two_costs(searched):
 
 
 def test_the_page_of_span_routing_weighs_its_deciders(searched):
-    """Dense models of the same FLOPs have seven layers: a loss of 2.3, 21e6 FLOPs a token in training, 7 bytes."""
+    """Dense models with the same FLOPs have seven layers and a loss of 2.3; six layers cost 18e6 FLOPs, 6 bytes."""
     rows = long_rows(searched)
     for row in rows:
         plain = row["config"]["method"]["name"] == "dense"
-        row["kv_bytes_per_token"] = row["config"]["model"]["n_layer"] if plain else 3.5
+        row["kv_bytes_per_token"] = row["config"]["model"]["n_layer"] if plain else 3.0
+        if row["config"]["method"].get("decide") == "gain":
+            row["evaluation"]["sparse"]["loss"] += 0.3
     (searched / depth.ROWS).write_text(json.dumps(rows))
     found, _ = depth.outcomes(searched)
     drawing = {"span": [Drawing("name", "caption", b"", b"")]}
     page = render("<!-- numbers: span -->\nold\n<!-- end -->", [found], drawing).replace("\n  ", " ")
-    good, bad = page.split("**Bad at")
-    for title in DECIDERS.values():
-        line = f"- enwik8, bytes, {title}, 2 + 8 + 2 layers: loss -4.33% ± 0.02%; 0.71 of the training FLOPs; "
-        assert f"{line}0.50 of the keys and values." in good
-    assert "- Nothing that we measured." in bad
-    assert "span by dice" not in good, "a control is neither good nor bad"
-    assert "| enwik8, bytes | span by dice, 2 + 8 + 2 layers | 2.2100 ± 0.0100 (n=3) | 2.3100 |" in bad
+    good, bad = page.split("**Worse than dense models with the same executed FLOPs:**")
+    assert good.startswith("<!-- numbers: span -->\n**Better than dense models with the same executed FLOPs:**")
+    for name, title in DECIDERS.items():
+        assert (f"- {title}: loss -4.33% ± 0.02%." in good) == (name != "gain")
+    assert f"- {DECIDERS['gain']}: loss +8.66% ± 0.04%." in bad
+    assert "span, random" not in good, "a control is neither good nor bad"
+    assert "All span models have 2 blocks before the span, 8 in it and 2 after it." in bad
+    same = "corpus enwik8, bytes; dense, same FLOPs 2.3100; FLOPs vs. dense 1.17; training FLOPs vs. dense 0.83; "
+    assert f"Same in all rows: {same}parameters vs. dense 1.00; K/V vs. dense 0.50." in " ".join(bad.split())
+    assert "| setting | loss | difference |" in bad, "what is the same in all rows has no column"
+    assert "speed" not in bad, "not run"
+    assert "| span, random | 2.2100 ± 0.0100 (n=3) | -4.33% ± 0.02% |" in bad
 
 
 def test_packed_rows_are_counted_both_ways(searched):
-    """Packing saved a million FLOPs a token: by full rows dense models with eight layers stand beside it."""
+    """Packing saved a million FLOPs per token: over the full context it is compared with eight dense layers."""
     rows = long_rows(searched)
     for row in rows:
         if row["config"]["method"]["name"] == "mod":
@@ -326,7 +335,7 @@ def test_the_picture_of_gaps_has_everybody_that_ran_and_larger_spans(searched, u
     mod = next(gap for gap in shown if gap.label == "MoD")
     assert mod.difference.text("+.2%") == "-4.33% ± 0.02%"
     assert [gap.difference.mean for gap in shown] == sorted(gap.difference.mean for gap in shown)
-    (rule,) = (gap for gap in shown if gap.label == "span by a rule")
+    (rule,) = (gap for gap in shown if gap.label == "span, word ends")
     assert gaps.elsewhere({"wider": found}) == [replace(rule, label="wider")]
     drawing = gaps.draw({"methods": shown, "none": []}, "gaps", "a text")
     assert drawing is not None
@@ -346,22 +355,22 @@ def test_the_readme_has_what_was_timed_at_equal_loss(searched):
         for d, b, scale in (("CPU x, 2 threads", 8, 1.0), ("NVIDIA H200", 64, 0.1))
     ]
     (searched / depth.PASSES).write_text(json.dumps(rows))
-    lines = {line[1]: line for line in generated._studied(searched)}
-    (mod,) = (line for name, line in lines.items() if name.startswith("Mixture-of-Depths, "))
-    (budget,) = (line for name, line in lines.items() if name.startswith("budget routing, "))
-    assert mod[3] == "36%", "the mean over seeds 0, 1 and 2"
-    one, speed, eight, same = mod[6:]
-    assert one == eight == "—", "not timed with so many sequences"
-    assert speed == same, "the same ratio on both"
+    lines = {line[0]: line for line in readme._studied(searched)}
+    mod, budget, six = (lines[name] for name in ("MoD", "budget", "dense"))
+    assert (mod[1], mod[3]) == ("10", "36%"), "layers; the mean over seeds 0, 1 and 2"
+    (one, eight), (few, speed) = (cell.split(" / ") for cell in mod[6:])
+    assert one == few == "—", "not timed with so many sequences"
+    assert eight == speed, "the same ratio on both"
     assert float(speed.removesuffix("x")) > 0
-    assert budget[6:] == lines["dense, six layers"][6:] == ["—"] * 4
-    assert lines["dense, six layers, 56,000 steps"][2:] == ["—", "not run", "not run", *["—"] * 5]
+    assert budget[6:] == six[6:] == ["—"] * 2
+    long = f"{DECIDERS['rule']}, 56,000 steps"
+    assert lines[long][2:] == [*["not run"] * 3, *["—"] * 3]
     scaled = {e.setting.method: e.config for e in spans.at_scale(searched, spans.FOURTEEN_TIMES)}
-    long = [made_up(scaled["dense"], 2.0, SIX), made_up(scaled["span_rule"], 1.9, SIX)]
-    rows = [row | {"evaluation": row["evaluation"] | {"flops_skipped": 0.3}} for row in long]
+    ran = [made_up(scaled["dense"], 2.0, SIX), made_up(scaled["span_rule"], 1.9, SIX)]
+    rows = [row | {"evaluation": row["evaluation"] | {"flops_skipped": 0.3}} for row in ran]
     (searched / spans.ROWS).write_text(json.dumps(rows))
-    (line,) = (one for one in generated._studied(searched) if one[1].endswith("where words end, 56,000 steps"))
-    assert line[3:] == ["30%", "1.900", "2.000", *["—"] * 4]
+    (line,) = (one for one in readme._studied(searched) if one[0] == long)
+    assert line[3:] == ["30%", "1.900", "2.000", *["—"] * 2]
 
 
 @pytest.mark.parametrize("how", ["eager", "packed"])
@@ -405,7 +414,7 @@ def test_what_a_loss_costs_is_compared_with_dense_models_of_that_loss(searched):
     assert ratio.speedup.startswith(">")
 
 
-def test_targets_stay_in_the_table_reached_or_not(searched):
+def test_targets_stay_in_the_table_met_or_not(searched):
     """The rule loses 2.1 where dense models lose 2.3, thin ones 2.0 and other deciders 2.2."""
     assert depth_targets.targets(searched).count("not run") == 11, "nothing ran"
     rows = long_rows(searched)
@@ -422,21 +431,19 @@ def test_targets_stay_in_the_table_reached_or_not(searched):
     times[-1]["pass_ms"] = [7.2]  # dense models of its loss have nine layers
     (searched / depth.PASSES).write_text(json.dumps(times))
     lines = [line.split(" | ") for line in depth_targets.targets(searched).splitlines() if line.startswith("| ")]
-    better, *scaled, thin, learned, long, time, sooner, kept = (
-        (found, reached[:-2]) for _, _, found, reached in lines[2:]
-    )
+    better, *scaled, thin, learned, long, time, sooner, kept = ((result, met[:-2]) for _, _, result, met in lines[2:])
     assert better == (f"-8.66% ± 0.04% ({timed[-1].setting.title})", "yes")
-    assert [found for found, _ in (*scaled, long, sooner)] == ["not run"] * 6
+    assert [result for result, _ in (*scaled, long, sooner)] == ["not run"] * 6
     assert thin[0].startswith("+5.50% ± 0.50% (")
     assert (learned[1], time, kept[1]) == ("no", ("1.25x (1.25 to 1.25x by seed)", "yes"), "yes")
 
 
 def test_seeds_that_differ_about_a_target_are_said_to(searched):
-    assert depth_targets._reached(0.8, (0.7, 0.9), 1.0) == "yes"
-    assert depth_targets._reached(0.8, (0.5, 1.1), 1.0) == "yes, in the mean"
-    assert depth_targets._reached(1.2, (1.1, 1.3), 1.0) == "no"
-    assert depth_targets._reached(1.2, (0.9, 1.5), 1.0) == "no, in the mean"
-    assert depth_targets._reached(1.2, (), 1.0) == "no", "one figure alone"
+    assert depth_targets._met(0.8, (0.7, 0.9), 1.0) == "yes"
+    assert depth_targets._met(0.8, (0.5, 1.1), 1.0) == "yes, on average"
+    assert depth_targets._met(1.2, (1.1, 1.3), 1.0) == "no"
+    assert depth_targets._met(1.2, (0.9, 1.5), 1.0) == "no, on average"
+    assert depth_targets._met(1.2, (), 1.0) == "no", "one figure alone"
 
 
 def test_a_ratio_at_equal_loss_is_told_by_seed(searched):
@@ -518,7 +525,7 @@ def test_dense_models_are_there_at_every_scale_and_doubling_is_told(searched):
     words = (
         "8,000 -1.00% with one seed (-1.00% on validation text); from 28,000 to 56,000 -0.50% with one seed (-1.00% on"
     )
-    assert words in depth_page.grows(searched).replace("\n", " ")
+    assert words in " ".join(depth_page.grows(searched).split())
 
 
 def trained(searched: Path, losses: dict[str, dict[int, float]]) -> dict[str, depth.Entry]:
@@ -546,7 +553,8 @@ def test_time_to_a_loss_is_steps_times_the_time_of_a_step(searched):
     write_steps(searched, {made[RULE]: 5, made[six]: 4, made[four]: 3, made[eight]: 6}, "NVIDIA H200")
     write_steps(searched, {made[RULE]: 40, made[six]: 50}, "CPU")
     table = time_to_loss.section(searched).split("\n\n")[1].splitlines()
-    assert table[0] == "| span, steps | its loss | beside | steps to that loss | time, CPU | time, H200 |"
+    titles = ["steps of span", "loss of span", "dense model", "its steps to that loss"]
+    assert table[0] == f"| {' | '.join([*titles, 'speed of span, CPU', 'speed of span, H200'])} |"
     assert table[2:] == [
         "| 4,000 | 2.2000 (n=1) | dense, 4 layers | >8,000 | — | >1.20x |",
         "| 4,000 | 2.2000 (n=1) | dense, 6 layers | 5,657 | 1.77x | 1.13x |",
@@ -558,7 +566,7 @@ def test_time_to_a_loss_is_steps_times_the_time_of_a_step(searched):
 def test_trained_enough_is_told_by_the_doublings_that_gain_little(searched):
     def long_enough(losses):
         trained(searched, {"dense, 6 layers": losses})
-        (line,) = (one for one in depth_targets.targets(searched).splitlines() if "twice the steps" in one)
+        (line,) = (one for one in depth_targets.targets(searched).splitlines() if "doubling the steps" in one)
         return line.split(" | ")[2:]
 
     assert long_enough({28_000: 2.0, 56_000: 1.98}) == [
@@ -570,7 +578,7 @@ def test_trained_enough_is_told_by_the_doublings_that_gain_little(searched):
 
 
 def test_a_time_to_a_loss_takes_all_seeds_that_the_lengths_around_it_share():
-    """The one seed of the longest training finds the lengths; the other seed is of both, and moves the loss."""
+    """The only seed of the longest training picks the lengths; both have the other seed, which changes the loss."""
     losses = {10: {0: 2.0, 1: 2.2}, 40: {0: 1.6, 1: 1.6}, 80: {0: 1.5}}
     dense = time_to_loss.Line("dense, 6 layers", "dense", "six", losses)
 
@@ -708,7 +716,7 @@ def test_losses_of_all_scales_are_per_byte(searched):
     (searched / spans.ROWS).write_text(json.dumps(rows))
     page = depth_page.grows(searched)
     assert "| BPE of 4,096 tokens | dense, 6 layers | 1.2000 (n=1) | — |" in page
-    line = "| BPE of 4,096 tokens | span by a rule on the text, 2 + 8 + 2 layers | "
+    line = f"| BPE of 4,096 tokens | {RULE} | "
     assert f"{line}1.0350 (n=1) | 1.1500 | -10.00% | better |  | 7,000,000 |" in page
     assert "- BPE of 4,096 tokens:" not in page, "all of it was trained"
     assert "\n\nNot trained:\n\n- width 256" in page
@@ -751,7 +759,7 @@ def test_the_order_of_short_runs_is_checked_by_long_ones(searched):
     (searched / depth.ROWS).write_text(json.dumps(runs))
     (mod,) = (one for one in depth.order(searched) if one.contender is MOD)
     assert mod.long == pytest.approx(-0.01)
-    assert depth_page.short_and_long([mod]).rstrip().endswith("| no |")
+    assert depth_order.short_and_long([mod]).rstrip().endswith("| no |")
 
 
 def test_contenders_are_ordered_after_short_and_after_long_runs(searched, monkeypatch):
@@ -759,24 +767,81 @@ def test_contenders_are_ordered_after_short_and_after_long_runs(searched, monkey
     short, long = {"switch": -0.1, "mod": 0.1, "mor": 0.2}, {"mor": 1.2}
     monkeypatch.setattr(Tried, "difference", property(lambda tried: short.get(tried.contender.name, 0.0)))
     search, rows = Search.read(searched), long_rows(searched)
-    assert depth_page.between_contenders(*depth.outcomes(searched), search) == "", "nothing ran"
+    assert depth_order.between_contenders(depth_order.ranks(*depth.outcomes(searched), search)) == "", "nothing ran"
     for row in rows:
         row["evaluation"]["sparse"]["loss"] = long.get(row["config"]["method"]["name"], 2.2)
     (searched / depth.ROWS).write_text(json.dumps(rows))
     found, made = depth.outcomes(searched)
     three = [entry for entry in made if entry.setting.method in short]
-    text = depth_page.between_contenders(found, three, search)
-    assert "Of 3 pairs of contenders 0 keep their order" in text.replace("\n", " "), "two are level"
-    assert "Mixture-of-Recursions gained most" in text.replace("\n", " ")
-    assert "and Switch lost most" in text.replace("\n", " ")
+    text = depth_order.between_contenders(depth_order.ranks(found, three, search))
+    assert " 0 of 3 pairs of contenders keep their order" in text.replace("\n", " "), "two are level"
+    assert "Longer training helped Mixture-of-Recursions most and hurt Switch most." in text.replace("\n", " ")
     first, second, third = (line.split(" | ")[1:] for line in text.splitlines()[-3:])
     assert (first[0], second[0], third[0]) == ("-10.00%", "+10.00%", "+20.00%")
     assert first[1] == second[1]
     assert float(third[1].removesuffix("% |")) < -40
 
 
+def test_the_page_begins_with_an_answer(searched):
+    """Word ends and experts have a lower loss than dense models with seven layers, 2.3; all others match them."""
+    search, orders = Search.read(searched), depth.order(searched)
+    found, made = depth.outcomes(searched)
+    ranked = depth_order.ranks(found, made, search)
+    assert depth_answer.answer(searched, found, made, ranked, orders, quick=False) == "", "nothing ran"
+    rows = long_rows(searched)
+    for row in rows:
+        method, sparse = row["config"]["method"], row["evaluation"]["sparse"]
+        if method["name"] != "dense" or row["config"]["model"]["d_model"] != 256:
+            better = method["name"] == "switch" or method.get("decide") == "rule"
+            sparse["loss"] += -0.1 if better else 0.1 + 0.01 * (row["config"]["train"]["seed"] == 1)
+            for point in row["evaluation"]["curve"]:
+                point["sparse"]["loss"] = sparse["loss"]
+            row["narrower_rows_flops_per_token"] = 1e6 if method.get("decide") == "rule" else 0.0
+    (searched / depth.ROWS).write_text(json.dumps(rows))
+    times = [
+        {"config": to_dict(e.config), "pass_ms": [ms], "device": "NVIDIA H200", "batch": batch, **VERSIONS}
+        for e in made
+        for batch in (1, 8)
+        if (ms := {"dense": 1.0 * e.config.model.n_layer, "span_rule": 6.0 * batch}.get(e.setting.method))
+    ]
+    (searched / depth.PASSES).write_text(json.dumps(times))
+    steps = {e: e.config.model.n_layer for e in made if e.setting.method == "dense"}
+    rule = next(e for e in made if e.setting.method == "span_rule")
+    write_steps(searched, {**steps, rule: 7.0}, "CPU")
+    page = " ".join(depth_page.document(searched, {}).split("## Setup")[0].split())
+    routed = len(CONTENDERS) - 2
+    assert page.startswith(f"# Where depth pays - **2 of {routed} routed models have a lower loss than dense models**")
+    assert "*span, word ends* (-8.66% ± 0.04%)" in page
+    assert "*Switch* (-8.66% ± 0.04%)" in page
+    assert "A thinner" not in page, "it does not gain"
+    assert "Counted over the full context, these differences are -4.52% ± 0.02%." in page, "2.2 is the loss of eight"
+    assert "relative to dense models with the same loss is 1.50x at batch 1, 0.19x at batch 8 (H200)." in page
+    assert "At equal training time its loss differs by -8.66% ± 0.04% on CPU (better)." in page
+
+
+def test_models_that_were_timed_with_random_decisions_have_their_titles(searched):
+    """Not those of rows, which may be older."""
+    made = {e.setting.method: e for e in depth.entries(Search.read(searched))}
+    about = {"name": "an older title", "device": "CPU", "batch": 1, "pass_ms": [1.0]}
+    decided = {"span_taught": "drawn", "budget": "drawn", "span_rule": "own"}
+    rows = [{**about, "config": to_dict(made[name].config), "decided": how} for name, how in decided.items()]
+    (searched / depth.PASSES).write_text(json.dumps(rows))
+    titles = ["budget routing, 0.65, 8 layers", "span, boundaries taught word ends, 2 + 8 + 2 layers"]
+    assert drawn_decisions(searched) == titles
+
+
+def test_run_folders_keep_their_names(searched):
+    """Whatever the tables call their models, an interrupted call finds its folders."""
+    names = {e.setting.method: next(iter(e.runs(1))) for e in depth.entries(Search.read(searched))}
+    assert names["span_rule"] == "span_by_a_rule_on_the_text-2_+_8_+_2_layers-lr=0.0005-seed0"
+    assert names["span_dice"] == "span_by_dice-2_+_8_+_2_layers-lr=0.0005-seed0"
+    assert names["mod"] == "Mixture-of-Depths-0.125-10_layers-lr=0.0005-seed0"
+    assert not any("," in name for name in names.values())
+    assert contenders.FOLDERS.keys() == {*DECIDERS.values(), contenders.SPAN_DICE}
+
+
 def test_what_was_not_run_has_no_number(tmp_path):
-    page = depth_page.document(tmp_path, {}).split("### What was chosen")[1].split("## How to read")[0]
+    page = depth_page.document(tmp_path, {}).split("### Selected settings")[1].split("## How to read")[0]
     assert page.count("| not run |") == len(CONTENDERS) + 6
     assert "±" not in page
 
@@ -847,16 +912,16 @@ def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys, monkeypatch)
     mine = [row for row in read_rows(rows / depth.PASSES) if row["config"]["method"]["name"] == "mod"]
     assert {(row["active_fraction"] < 1, row["decided"]) for row in mine} == {(True, "drawn")}
     before = hashes(rows)
-    undrawn.undo()  # the page is made anew by every command; its last form has all that the others have
+    undrawn.undo()  # every command regenerates the page; its last version contains everything in the others
     main(["depth", "--quick", "--out", str(tmp_path / "again"), "--results", str(rows)], PAPER)
     assert hashes(rows) == before, "what has its rows is not done again"
     assert not list((tmp_path / "again").glob("*/config.json"))
     page = (tmp_path / "docs" / "WHERE_DEPTH_PAYS.md").read_text()
-    assert "\n## Time to a loss\n\nnot run\n" in page, "of one length of training"
-    shown = page.split("### What was chosen")[1].split("## Which width")[0]
+    assert "\n## Training time to a given loss\n\nnot run\n" in page, "of one length of training"
+    shown = page.split("### Selected settings")[1].split("## Span with a different inner width")[0]
     assert shown.count("not run") == 1
-    assert "time, CPU" in page.split("## At equal loss")[1]
-    grows = page.split("## Whether the gap grows")[1]
+    assert "speed, CPU" in page.split("## At equal loss")[1]
+    grows = page.split("## Does the gap grow with scale?")[1]
     assert grows.count("\n| BPE of 4,096 tokens |") == len(spans.LAYERS) + 1
     cpu = f"cpu-{platform.machine().replace('_', '-')}-{torch.get_num_threads()}-threads"
     drawn = [f"compare-enwik8-bytes{name}" for name in ("", "-training", f"-time-{cpu}")]
@@ -909,7 +974,7 @@ def test_some_scales_and_contenders_can_be_trained_before_others(searched, monke
 
 
 def test_who_takes_a_block_is_drawn_where_no_weights_can_tell(searched):
-    """With each block's share, and who takes a rarer block takes the others, too."""
+    """With each block's share; tokens that take a rarer block also take the others."""
     rows = long_rows(searched)
     mod = next(entry for entry in depth.entries(Search.read(searched)) if entry.setting.method == "mod")
     model = outline(replace(mod.config, model=replace(mod.config.model, vocab_size=256)))

@@ -119,6 +119,21 @@ def test_without_numbers_nothing_is_claimed(tmp_path):
         assert "not run" in finding.text, finding
 
 
+def test_the_page_begins_with_the_answer(evidence, tmp_path):
+    page = " ".join(document(evidence, {}).split())
+    assert "**In short:** TSA's savings are not supported." in page
+    assert page.index("**In short:**") < page.index("## How it was measured")
+    judged = [int(page.split(f"| {kind} | ")[1].split(" | ")[0]) for kind in ("reproduced", "differs", "not supported")]
+    said = (
+        f"Of {sum(judged)} published numbers that can be judged, {judged[0]} are reproduced, {judged[1]} differ, and "
+    )
+    assert f"{said}{judged[2]} are savings that are not supported." in page
+    survives = replace(evidence, runs={key: _executed_as_soft(rows) for key, rows in evidence.runs.items()})
+    assert "TSA's savings are supported." in " ".join(document(survives, {}).split())
+    assert "TSA's savings (not run)." in " ".join(document(Evidence.read(tmp_path), {}).split())
+    assert "**In short" not in document(replace(evidence, quick=True), {})
+
+
 def test_a_number_that_stands_twice_is_counted_once():
     tally = Tally()
     for verdict in ("differs", "reproduced"):  # the first counts
@@ -131,7 +146,7 @@ def test_a_number_that_stands_twice_is_counted_once():
 
 def test_claims_are_judged_soft_and_executed(evidence):
     lines = {line.split(" | ")[0].strip("| "): line for line in claims(evidence).splitlines()[2:]}
-    assert lines["loss against dense at penalty 0.05"].endswith("| does not hold | does not hold |")
+    assert lines["loss relative to dense at penalty 0.05"].endswith("| does not hold | does not hold |")
     assert lines["halting probability before training"].endswith("| reproduced | — |")
     assert "not run" not in claims(evidence)
     assert claims(Evidence.read(Path("nowhere"))).count("not run") > 10
@@ -158,7 +173,7 @@ def test_copy_and_sort_collapse_by_accuracy_alone(tmp_path):
 
 def test_a_miniature_says_no_verdicts(evidence):
     page = document(replace(evidence, quick=True), {})
-    findings_part = page.split("## Findings")[1].split("## The paper's open questions")[0]
+    findings_part = page.split("## Findings")[1].split("## Questions that the paper leaves open")[0]
     assert "**" not in findings_part
     claimed = findings_part.split("### Claims in the text")[1]
     assert not any(f"| {verdict} |" in claimed for verdict in ("reproduced", "differs", "holds", "does not hold"))
@@ -192,13 +207,13 @@ def test_findings_follow_the_numbers(evidence):
     assert collapses(evidence, tables.TSA)
     assert found["hard_execution"] == "Not supported."
     assert found["dense_control"] == "TSA loses."
-    assert found["robust"] == "Soft: does not hold; executed: does not hold."
-    assert found["exit_against_tsa"] == "Soft: holds; executed: does not hold."
+    assert found["robust"] == "Soft: does not hold; with skipping: does not hold."
+    assert found["exit_against_tsa"] == "Soft: holds; with skipping: does not hold."
     assert found["exit_training_cost"] == "Does not hold."
-    assert found["read_early"] == "Published nearer to executed."
+    assert found["read_early"] == "The published losses are closer to real skipping."
     survives = replace(evidence, runs={key: _executed_as_soft(rows) for key, rows in evidence.runs.items()})
     assert verdicts(survives)["hard_execution"] == "Holds."
-    assert verdicts(survives)["exit_against_tsa"] == "Soft: holds; executed: holds."
+    assert verdicts(survives)["exit_against_tsa"] == "Soft: holds; with skipping: holds."
 
 
 def test_exits_are_counted_or_taken_by_which_is_nearer(tmp_path):
@@ -206,7 +221,9 @@ def test_exits_are_counted_or_taken_by_which_is_nearer(tmp_path):
     text = (tmp_path / "reproduction.json").read_text()
     swapped = text.replace('"read_early"', '"other"').replace('"sparse"', '"read_early"').replace('"other"', '"sparse"')
     (tmp_path / "reproduction.json").write_text(swapped)
-    assert verdicts(Evidence.read(tmp_path))["read_early"] == "Published nearer to nothing skipped."
+    assert verdicts(Evidence.read(tmp_path))["read_early"] == (
+        "The published losses are closer to counting exits without skipping."
+    )
 
 
 def _executed_as_soft(rows: dict) -> dict:
@@ -245,5 +262,5 @@ def test_what_it_took_keeps_what_was_measured_again_apart():
 
     calls = [call(9.0, 38, "a"), call(3.5, 33, "a"), call(6.0, 8, "a", "scaling"), call(2.0, 4, "b")]
     found = _took(replace(Evidence.read(Path("nowhere")), calls=calls))
-    assert "the tables 12.5 minutes (71 runs in 2 calls) on a GPU, and 2.0 minutes (4 runs in 1 call) more" in found
-    assert "the scaling study 6.0 minutes (8 runs in 1 call) on a GPU." in found
+    assert "the tables took 12.5 minutes (71 runs in 2 calls) on a GPU, plus 2.0 minutes (4 runs in 1 call)" in found
+    assert "the scaling study took 6.0 minutes (8 runs in 1 call) on a GPU." in found

@@ -211,7 +211,7 @@ def test_interrupted_it_keeps_what_it_has_and_goes_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert "is saved; repeat the command to go on" in said
+    assert "is saved; repeat the command to continue" in said
     kept = read_rows(rows)
     assert 0 < len(kept) < len(runs(TABLES["synthetic"], 1))
     assert not reproduce("synthetic", quick=True, out=tmp_path, results=tmp_path / "results", show=False).left

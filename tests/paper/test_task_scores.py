@@ -11,7 +11,7 @@ import pytest
 import tokendepth as td
 from paper import retrofit_page
 from paper.__main__ import PAPER
-from paper.task_scores import IDENTITY, ROWS, TASKS, base_of, score_runs, section, task_row
+from paper.task_scores import IDENTITY, ROWS, TASKS, base_of, lambada, score_runs, section, task_row
 from tests.tiny import one_line, tiny
 from tokendepth.cli.main import main
 from tokendepth.config import DenseConfig, ModelConfig, RunConfig, SpanConfig, TrainConfig, method_name, to_dict
@@ -80,16 +80,16 @@ def test_each_task_has_the_accuracy_that_others_report(tmp_path):
         "budget", "PIQA", "ARC easy", "ARC challenge", "HellaSwag", "LAMBADA", "block FLOPs", "n",
     ]  # fmt: skip
     plain, scaled = "60.0 ± 2.2", "65.0 ± 2.1"
-    assert line(text, "the untouched model") == ["\u2014", plain, plain, scaled, scaled, plain, "1.000", "1"]
+    assert line(text, "untouched") == ["\u2014", plain, plain, scaled, scaled, plain, "1.000", "1"]
 
 
 def test_three_seeds_have_a_spread_and_fewer_the_error_of_the_items(tmp_path):
     rows = [made_up(f"span-0.70-seed{seed}", 0.5 + 0.01 * seed, block_flops=0.71) for seed in range(3)]
     rows += [made_up(f"span-0.86-seed{seed}", 0.6 + 0.01 * seed, block_flops=0.85) for seed in range(2)]
     text = page(tmp_path, *rows)
-    titles = [row.split("|")[2].strip() for row in text.splitlines() if row.startswith("| one decision")]
+    titles = [row.split("|")[2].strip() for row in text.splitlines() if row.startswith("| span (linear")]
     assert titles == ["0.86", "0.70"], "more first"
-    many, few = (line(text, f"one decision for a span, a linear map where it is skipped | {at}") for at in (0.7, 0.86))
+    many, few = (line(text, f"span (linear map for skipped tokens) | {at}") for at in (0.7, 0.86))
     assert (many[1], many[3], *many[-2:]) == ("51.0 ± 1.0", "56.0 ± 1.0", "0.710", "3")
     assert (few[1], few[3], *few[-2:]) == ("60.5 ± 2.2", "65.5 ± 2.1", "0.850", "2")
 
@@ -97,13 +97,13 @@ def test_three_seeds_have_a_spread_and_fewer_the_error_of_the_items(tmp_path):
 def test_dropped_blocks_are_a_share_of_those_of_the_base(tmp_path):
     name = "drop-0.7-seed0"
     text = page(tmp_path, made_up(name, 0.5, config=config_of(name, drop=2)))
-    assert line(text, "adjacent blocks dropped")[-2] == "0.667", "executed all of four of six blocks"
+    assert line(text, "blocks dropped")[-2] == "0.667", "executed all of four of six blocks"
 
 
 def test_flops_are_weighted_by_tokens(tmp_path):
     row = made_up("span-0.7-seed0", 0.5, tasks=("piqa", "lambada"), block_flops=0.6)
     row["tasks"]["lambada"] |= {"tokens": 300, "block_flops": 0.8}
-    cells = line(page(tmp_path, row), "one decision")
+    cells = line(page(tmp_path, row), "span (linear")
     assert cells[-2] == "0.750"
     assert cells[2:5] == ["not run"] * 3
 
@@ -113,30 +113,42 @@ def test_other_budgets_are_no_part_of_the_tables_and_more_items_win(tmp_path):
     rows = [made_up(name, 0.7, items=900), made_up(name, 0.5, items=200), made_up(name, 0.99, budget=1.0, items=900)]
     text = page(tmp_path, *rows)
     assert len(read_rows(tmp_path / ROWS)) == 3
-    assert line(text, "one decision")[1] == "70.0 ± 2.2"
-    assert "smollm2: 900 items of each task; their standard error is up to 2.2 points" in text
+    assert line(text, "span (linear")[1] == "70.0 ± 2.2"
+    assert "SmolLM2-135M-Instruct: 900 items per task; the standard error is up to 2.2 points" in text
     page(tmp_path, made_up(name, 0.8, items=900))
     assert len(read_rows(tmp_path / ROWS)) == 3, "replaced"
-    assert line(section(tmp_path / ROWS), "one decision")[1] == "80.0 ± 2.2"
+    assert line(section(tmp_path / ROWS), "span (linear")[1] == "80.0 ± 2.2"
 
 
 def test_tasks_of_different_sizes_and_seeds_are_told(tmp_path):
     rows = [made_up("span-0.7-seed0", 0.5, tasks=("piqa",), items=1838), made_up("span-0.7-seed1", 0.5)]
     text = page(tmp_path, *rows)
     assert "items: PIQA 500 or 1,838, ARC easy 500," in text
-    assert line(text, "one decision")[1:3] == ["50.0 ± 2.2", "50.0 ± 2.2 (n=1)"]
+    assert line(text, "span (linear")[1:3] == ["50.0 ± 2.2", "50.0 ± 2.2 (n=1)"]
+
+
+def test_unequal_flops_are_named(tmp_path):
+    ours, theirs = (made_up(f"{name}-0.7-seed0", 0.5, block_flops=0.74) for name in ("span", "dice"))
+    assert "executed the same FLOPs" not in page(tmp_path, ours, theirs)
+    text = " ".join(page(tmp_path, made_up("dice-0.7-seed0", 0.5, block_flops=0.7)).split())
+    said = (
+        "at budget 0.70 `span (linear map for skipped tokens)` executed 0.740 of the block FLOPs, others down to 0.700"
+    )
+    assert f"Not all rows executed the same FLOPs: {said}." in text
+    assert lambada(tmp_path, "smollm2", "span", 0.7) == pytest.approx((0.5, 0.74))
+    assert lambada(tmp_path, "smollm2", "span", 0.86) is None
 
 
 def test_every_base_has_its_table(tmp_path):
     text = page(tmp_path, untouched(0.6), {**untouched(0.4), "name": "stories", "sha256": OTHER})
-    assert text.count("| the untouched model |") == 2
-    assert "smollm2: 500 items" in text
+    assert text.count("| untouched |") == 2
+    assert "SmolLM2-135M-Instruct: 500 items" in text
     assert "stories: 500 items" in text
 
 
 def test_without_a_file_the_tasks_are_not_run(tmp_path):
     assert section(tmp_path / ROWS) == "## Tasks\n\nnot run\n"
-    assert line(page(tmp_path, made_up("dense-0.86-seed0", 0.5)), "the untouched model")[:2] == ["\u2014", "not run"]
+    assert line(page(tmp_path, made_up("dense-0.86-seed0", 0.5)), "untouched")[:2] == ["\u2014", "not run"]
 
 
 def test_the_tables_are_on_the_page(tmp_path):
@@ -148,7 +160,7 @@ def test_scores_of_another_run_make_no_row():
     found = {"method": "dense", "execution": "sparse", "budget": None, "tasks": {}, "env": {}}
     with pytest.raises(UserError) as error:
         task_row("span-0.7-seed0", config_of("span-0.7-seed0"), BASE, found)
-    assert "span-0.7-seed0 is span, its scores are of dense" in one_line(error.value)
+    assert "span-0.7-seed0 is span, but the scores are those of dense" in one_line(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +192,7 @@ def test_the_command(base, dropped, tmp_path, capsys, undrawn):
         assert row["evaluated_on"]["device"] == found["env"]["device"]
         assert task_row(run.name, run.config, base_of(run), found) == row
     text = (tmp_path / "docs" / "RETROFIT.md").read_text()
-    assert line(text, "adjacent blocks dropped")[-2] == "0.750"
+    assert line(text, "blocks dropped")[-2] == "0.750"
     main(words, PAPER)
     assert len(read_rows(tmp_path / "results" / ROWS)) == 2, "the same runs on the same items"
 

@@ -1,4 +1,4 @@
-"""The paper's timing protocol in miniature: who is active, what is timed, and that a stopped sweep goes on."""
+"""The paper's timing protocol in miniature: which tokens are active, what is timed, and resuming a stopped sweep."""
 
 import pytest
 import torch

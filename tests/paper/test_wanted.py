@@ -1,4 +1,4 @@
-"""Targets beside what was reached, on made-up runs; and that the page is what results/ says."""
+"""Targets and whether they are met, on made-up runs; and the page matches results/."""
 
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def test_at_the_same_flops_is_the_line_between_dense_models(tmp_path):
     assert found.met
     beyond = _at_same_flops(0.7)(runs(tmp_path, made_up(1.0, 20.0, 0, budget=0.7)))
     assert beyond is not None
-    assert (beyond.words, beyond.met) == ("no dense models beside it", False)
+    assert (beyond.words, beyond.met) == ("no dense models to compare with", False)
 
 
 def test_a_good_loss_at_too_much_work_is_missed(tmp_path):
@@ -113,7 +113,7 @@ def test_a_share_that_was_not_held_is_named(tmp_path):
     found = runs(tmp_path, *(made_up(1.0, 9.0, s, budget=0.4, active=a) for s, a in enumerate((0.401, 0.385))))
     held = _held(within=0.01)(found)
     assert held is not None
-    words = "off by 0.0150 in a single block at the most, by 0.0150 in the mean over blocks"
+    words = "off by at most 0.0150 in a single block, and by 0.0150 on average over blocks"
     assert (held.words, held.met, held.seeds) == (words, False, 2)
 
 
@@ -122,12 +122,12 @@ def test_a_share_that_was_not_held_is_named(tmp_path):
     [
         (
             {"budget": 0.4, "blocks": [0.42, 0.38, 0.4, 0.4, 0.4]},
-            "off by 0.0200 in a single block at the most, by 0.0000",
+            "off by at most 0.0200 in a single block, and by 0.0000",
         ),
-        ({"budget": 0.34, "active": 0.37, "layers": 12}, "off by 0.0300 in a single block at the most, by 0.0300"),
+        ({"budget": 0.34, "active": 0.37, "layers": 12}, "off by at most 0.0300 in a single block, and by 0.0300"),
         (
             {"budget": 0.6, "active": 0.64, "routing": "random"},
-            "off by 0.0400 in a single block at the most, by 0.0400",
+            "off by at most 0.0400 in a single block, and by 0.0400",
         ),
     ],
 )
@@ -145,12 +145,12 @@ def test_rows_of_an_old_calibration_say_so(tmp_path):
     section, row = SECTIONS[1], made_up(1.0, 9.0, 0, budget=0.4, active=0.4)
     for commit, said in (
         ("27791e8ca2c1", ["32,768 tokens"]),
-        ("ccc76dcc8817", ["the mean over the blocks"]),
+        ("ccc76dcc8817", ["the average over blocks"]),
         ("1", []),
     ):
         path = tmp_path / commit / section.file
         add_rows(path, [{**row, "trained_on": {"commit": commit}}], identity=("config",))
-        lines = [line for line in page(path.parent).splitlines() if "theirs looked at" in line]
+        lines = [line for line in page(path.parent).splitlines() if "theirs read" in line]
         assert len(lines) == len(said)
         assert all(words in line for words, line in zip(said, lines, strict=True))
 
@@ -161,15 +161,22 @@ def test_accuracy_and_work_both_count(tmp_path):
     for within, skipped, met in ((0.002, 0.55, True), (0.0005, 0.55, False), (0.002, 0.65, False)):
         reached = _accuracy("copy", 0.25, within=within, skipped=skipped)(found)
         assert reached is not None
-        assert reached.words == "60.0% skipped, 0.10 point lost"
+        assert reached.words == "60.0% skipped, 0.10 points lost"
         assert reached.met is met
 
 
 def test_what_was_not_run_says_so(tmp_path):
     text = page(tmp_path)
-    assert "| 0.4 against dense 6 layers | at most +0.5% | not run (on the whole split) | 0 |  |" in text
-    assert "| reached |" not in text.replace("| wanted | reached |", "")
+    assert "| 0.4 vs. dense, 6 layers | at most +0.5% | not run (on the whole split) | 0 |  |" in text
+    assert "| met |" not in text
     assert "missed**" not in text
+    assert "**Targets met.** not run" in text
+
+
+def test_the_page_begins_with_how_many_targets_are_met(tmp_path):
+    mine = [made_up(1.003, 9.0, s, budget=0.4, active=0.4) for s in (0, 1)]
+    add_rows(tmp_path / SECTIONS[0].file, [*DENSE, *mine], identity=("config",))
+    assert "**Targets met.** Tiny-Shakespeare: 3 of 3." in page(tmp_path)
 
 
 def test_a_corpus_has_one_figure_where_costs_differ(tmp_path):

@@ -1,4 +1,4 @@
-"""Run folders made by hand: a report needs no training."""
+"""Run folders made by hand, since a report needs no training."""
 
 import math
 import random
@@ -19,7 +19,7 @@ LAYERS = 6
 
 
 def passage(text: str = TEXT, routers: int = LAYERS - 1) -> dict[str, Any]:
-    """Spaces and line ends halt early, letters late; deterministic."""
+    """Deterministic: spaces and line ends halt early, letters late."""
     rng = random.Random(0)
     soft = [
         [round(min(1, max(0, (0.45 if c.isspace() else 0.95) - 0.12 * site + rng.uniform(-0.2, 0.2))), 3) for c in text]
@@ -75,7 +75,7 @@ def tsa_evaluation(soft: float = 1.4482, hard: float = 1.4523, text: str = TEXT)
 
 
 def budget_evaluation(loss: float = 1.29798) -> dict[str, Any]:
-    """Without a soft mode; a tenth below `dense_evaluation`."""
+    """Without a soft mode; the loss is 10% below that of `dense_evaluation`."""
     decided = {**passage(), "soft": passage()["hard"]}
     return {
         **tsa_evaluation(loss, loss), "method": "budget", "recipe": "shakespeare.budget", "has_soft": False,

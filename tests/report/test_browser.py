@@ -1,4 +1,4 @@
-"""The page in a real browser, where there is one: on a phone nothing is wider than the screen."""
+"""The page in a real browser, if one is installed: on a phone nothing is wider than the screen."""
 
 import html
 import json
@@ -13,7 +13,7 @@ from tokendepth.report import build
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 LONG = "shakespeare.budget-routing=learned-n_layer=12-budget=0.34-d_model=512-without_any_space_to_break_at"
-# A window has a least width, an iframe none. What scrolls inside its own box may be wide.
+# Iframes, because windows have a minimum width. Content that scrolls inside its own box may be wide.
 FRAME = '<iframe width="{width}" height="800" srcdoc="{page}"></iframe>'
 SCREENS = """<!doctype html>{frames}<pre id="found"></pre><script>
 const look = (frame) => {{
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="the
 
 
 def measured(page: str, widths: tuple[int, ...], tmp_path) -> list[dict]:
-    """What is found on screens of these widths."""
+    """Measurements on screens of these widths."""
     frames = "".join(FRAME.format(width=width, page=html.escape(page)) for width in widths)
     (tmp_path / "screens.html").write_text(SCREENS.format(frames=frames), encoding="utf-8")
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
@@ -63,7 +63,7 @@ def test_nothing_is_wider_than_the_screen(make_run, tmp_path):
     page = build(runs, tmp_path / "out").read_text(encoding="utf-8")
     for width, found in zip(widths, measured(page, widths, tmp_path), strict=True):
         assert found["wide"] == []
-        assert found["scrolls"] == found["width"] > width - 30  # but for a scroll bar
+        assert found["scrolls"] == found["width"] > width - 30  # except for a scroll bar
 
 
 def test_the_first_screen_of_a_phone_has_the_sentence_and_the_picture(make_run, tmp_path):

@@ -1,4 +1,4 @@
-"""What a figure writes can be read: whole, inside the figure, and no word on another."""
+"""Text in figures is legible: complete, inside the figure, and without overlaps."""
 
 import itertools
 
@@ -19,7 +19,7 @@ LONG = "shakespeare.budget-routing=learned-n_layer=12-budget=0.34-d_model=512-an
 
 @pytest.fixture
 def drawn(monkeypatch) -> dict[Figure, None]:
-    """Every figure that is drawn from here on, instead of its files."""
+    """Collects every figure drawn from here on, instead of writing its files."""
     figures: dict[Figure, None] = {}
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.setdefault(self))
     return figures

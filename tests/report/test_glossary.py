@@ -1,4 +1,4 @@
-"""The glossary: one plain sentence for every word that the page uses and a newcomer would not know."""
+"""The glossary: one plain sentence for every term on the page that a newcomer may not know."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The first screen's sentence: computed from the evaluations, quality beside saving, and nothing soft in it."""
+"""The first screen's sentence: computed from the evaluations, quality next to savings, and without soft numbers."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_it_says_what_was_trained_skipped_what_it_cost_and_what_the_clock_gained
     # By hand: 1.29798 / 1.4422 = 0.9 and 1.58642 / 1.4422 = 1.1; sparse took 32.6 to 34.4 ms, dense 40.1 to 43.0 ms.
     (said,) = sentences(runs)
     assert said == (
-        "dense, budget and tsa were trained on shakespeare for 5,000 steps each; when executed, "
+        "dense, budget and tsa were trained on shakespeare for 5,000 steps each; with real skipping, "
         "budget skips 50.0% of the work and 40.4% of the FLOPs, "
         "has a validation loss of 1.2980, 10.0% below dense (1.4422), and is 1.24x as fast as dense; "
         "tsa skips 32.2% of the work and 24.9% of the FLOPs, "
@@ -30,10 +30,10 @@ def test_it_says_what_was_trained_skipped_what_it_cost_and_what_the_clock_gained
 
 
 def clause(make_run, **changes) -> str:
-    """What is said of a TSA run with these changes to its evaluation, beside a dense one."""
+    """The clause about a TSA run with these changes to its evaluation, compared with a dense one."""
     evaluation = {**tsa_evaluation(1.4422, 1.4422), **changes}
     runs = [make_run("dense", "dense", evaluation=dense_evaluation(1.4422)), make_run("tsa", evaluation=evaluation)]
-    return sentences(runs)[0].split("executed, tsa ")[1]
+    return sentences(runs)[0].split("skipping, tsa ")[1]
 
 
 def timed(dense: list[float], sparse: list[float]) -> dict:
@@ -45,7 +45,7 @@ def timed(dense: list[float], sparse: list[float]) -> dict:
     [
         (
             {"hard": {"loss": 1.4422 * 1.0089, "active_fraction": 0.4}},
-            "1.4550, too close to dense (1.4422) to tell apart",
+            "1.4550, not clearly different from dense (1.4422)",
         ),
         ({"hard": {"loss": 1.4422 * 1.0091, "active_fraction": 0.4}}, "1.4553, 0.9% above dense (1.4422)"),
         ({"tlops_skipped": 0.0, "flops_skipped": -0.016}, "skips nothing and takes 1.6% more FLOPs than dense"),
@@ -53,7 +53,7 @@ def timed(dense: list[float], sparse: list[float]) -> dict:
         ({"time": timed([40.0, 39.0, 41.0], [50.0, 49.0, 51.0])}, "and is slower than dense (0.80x its speed)."),
         (
             {"time": timed([40.0, 35.0, 45.0], [38.0, 34.0, 44.0])},
-            "and cannot be told from dense by the clock: their times overlap.",
+            "and is not clearly faster or slower than dense (their times overlap).",
         ),
     ],
 )
@@ -62,7 +62,7 @@ def test_what_it_says_of_one_model(make_run, changes, words):
 
 
 def test_a_speed_that_is_noise_has_no_bar_and_says_so_in_the_table(make_run):
-    """As on a machine that did something else meanwhile: medians four times apart, quartiles that overlap."""
+    """As on a busy machine: medians differ by a factor of four, but quartiles overlap."""
     evaluation = {**tsa_evaluation(), "time": timed([40.0, 9.0, 45.0], [10.0, 9.0, 44.0])}
     table = rows([make_run("dense", "dense", evaluation=dense_evaluation()), make_run("tsa", evaluation=evaluation)])
     drawn = overview("first", table).svg.decode()
@@ -105,11 +105,12 @@ def test_a_dense_model_of_another_shape_or_text_is_not_compared_with(make_run):
 
 def test_without_anything_executed_it_says_so(make_run):
     assert sentences([make_run("bare", finished=False)]) == [
-        "bare was trained on shakespeare for 5,000 steps and not evaluated yet: tokendepth evaluate RUN does it."
+        "bare was trained on shakespeare for 5,000 steps, but not evaluated yet (run tokendepth evaluate)."
     ]
     (dense,) = sentences([make_run("d", "dense", evaluation=dense_evaluation())])
     assert dense.endswith(
-        ", and nothing is skipped: without routers every token passes every layer; d has a validation loss of 1.4422."
+        ", and nothing is skipped: without routers every token goes through every layer; "
+        "d has a validation loss of 1.4422."
     )
 
 

@@ -1,4 +1,4 @@
-"""One colour for each method, the same in every figure, apart for every eye, and none that cries alarm."""
+"""One colour per method, the same in every figure, distinguishable with every colour vision, and none alarming."""
 
 import colorsys
 import itertools
@@ -34,7 +34,7 @@ def linear(colour: str) -> np.ndarray:
 
 
 def seen(colour: str, eye: str) -> np.ndarray:
-    """In Oklab, in which distances are as people see them; 0.02 is just noticeable."""
+    """The colour in Oklab, whose distances are perceptually uniform; 0.02 is just noticeable."""
     rgb = np.clip(EYES[eye] @ linear(colour), 0, 1)
     return TO_OKLAB @ np.cbrt(TO_LMS @ rgb)
 
@@ -69,7 +69,7 @@ def test_red_and_orange_are_for_what_is_bad():
 
 
 def test_only_the_palette_has_colours():
-    """Elsewhere there are greys and tints alone, so no figure can paint a method otherwise."""
+    """Other modules contain only greys and tints, so no figure can paint a method differently."""
     folders = (Path(next(iter(paper.__path__))), Path(next(iter(tokendepth.report.__path__))))
     files = [path for folder in folders for path in folder.rglob("*.py") if path.name != "palette.py"]
     found = {(path.name, colour) for path in files for colour in HEX.findall(path.read_text())}

@@ -1,4 +1,4 @@
-"""The passage of a heat map: it begins at a word, its lines end between words, and white space can be seen."""
+"""The passage of a heat map: it begins at a word, its lines end between words, and white space is visible."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from tokendepth.report.records import first_word, visible
         (list("x =  (a + b)"), "b"),
         (["nct", "ools", " import", " ins", "pect"], " import"),  # a BPE
         ([" whole", " words"], " whole"),
-        (["<bos>", "a", "b", "<sep>", "b", "a"], "<bos>"),  # nothing parts words here
+        (["<bos>", "a", "b", "<sep>", "b", "a"], "<bos>"),  # nothing separates words here
         (list("word"), "word"),
     ],
 )

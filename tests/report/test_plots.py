@@ -1,4 +1,4 @@
-"""The paper's figures from plain numbers: drawn where there are any, the same bytes each time, nothing lost."""
+"""The TSA paper's figures from plain numbers: drawn if there are any, with the same bytes each time."""
 
 import xml.etree.ElementTree as ET
 

@@ -1,4 +1,4 @@
-"""The folder: one page that needs nothing else, figures that show something, and no run that breaks it."""
+"""The report folder: a self-contained page, non-empty figures, and robustness against every kind of run."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ROOT = Path(tokendepth.runs.__file__).parents[1]
 
 
 class Page(HTMLParser):
-    """Every tag with its attributes, the text outside of style and script, and the ids."""
+    """Every tag with its attributes, and the text outside of style and script."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -78,9 +78,9 @@ def test_the_folder_is_complete_and_its_figures_show_something(report):
         assert height >= 400
         assert len(png) > 10_000
         resolution = png.index(b"pHYs") + 4
-        assert struct.unpack(">I", png[resolution : resolution + 4]) == (7874,)  # a metre: 200 an inch
-    # One image per router, line of text and mode, and the key.
-    shown = TEXT[TEXT.index("Citizen") :]  # from a word that is surely whole
+        assert struct.unpack(">I", png[resolution : resolution + 4]) == (7874,)  # per metre: 200 per inch
+    # One image per router, line of text and mode, and one for the legend.
+    shown = TEXT[TEXT.index("Citizen") :]  # from the first word that is certainly whole
     lines = min(-(-len(shown) // COLUMNS), LINES)
     assert (out / "figures" / "tokens_01.svg").read_text().count("<image") == 5 * lines * 2 + 1
 
@@ -105,7 +105,7 @@ def test_the_page_needs_no_other_file(report):
     assert "@import" not in page.source
     assert "fetch(" not in page.source
     assert set(re.findall(r"https?://[^\"' )]+", page.source)) <= {
-        "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"  # names of languages, not addresses
+        "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"  # XML namespaces, not addresses
     }  # fmt: skip
 
 
@@ -127,8 +127,8 @@ def test_the_page_says_what_it_must(report):
     text = report[1].text
     for part in (
         "† collapses when executed", "Glossary", "dense and tsa were trained on shakespeare for 5,000 steps each",
-        "skips 32.2% of the work", "Timed: a forward pass that skips, on cpu, batch 8.", "2.13.0", "tokendepth report",
-        "one seed: differences under 0.9% are noise", "loss 2.3100, active fraction 0.710",
+        "skips 32.2% of the work", "Timed: a forward pass with skipping, on cpu, batch 8.", "2.13.0",
+        "tokendepth report", "one seed: differences under 0.9% are noise", "loss 2.3100, active fraction 0.710",
         "control: untrained router soft",
     ):  # fmt: skip
         assert part in text
@@ -149,7 +149,7 @@ def test_each_character_is_a_span_with_both_shades_and_every_router(report):
         assert lines[0].endswith(f"surprisal (soft) {told['surprisal'][t]:.2f} nats")
         for s in range(5):
             decision = "active" if told["hard"][s][t] else "skipped"
-            assert lines[1 + s] == f"block {s + 2}: keep {told['soft'][s][t]:.2f}, {decision}"
+            assert lines[1 + s] == f"block {s + 2}: gate {told['soft'][s][t]:.2f}, {decision}"
         depth = sum(row[t] for row in told["hard"]) / 5
         assert spans[t - first]["style"].endswith(f"--hard:{depth:.2g}")
     assert "↵" in page.text
@@ -178,7 +178,7 @@ def test_everything_from_a_run_is_escaped(make_run, tmp_path):
 def test_names_that_matplotlib_or_utf8_would_trip_over(make_run, tmp_path):
     names = ["$x_{", "_hidden", "new\nline", "日本語", os.fsdecode(b"bad\xff"), "n" * 120]
     runs = [make_run(name, rows=metrics(until=500), penalty=i) for i, name in enumerate(names)]
-    # As ASCII, since UTF-8 cannot hold the half of a surrogate pair that one byte of a character may decode to.
+    # A byte that is not UTF-8 may decode to a lone surrogate, which UTF-8 cannot encode.
     runs[0].write_evaluation(tsa_evaluation(text="x a$^ \udc80\x00\t日"))
     text = Page(build(runs, tmp_path / "out")).text
     for shown in ("$x_{", "_hidden", "new▯line", "日本語", "bad▯", "n" * 120, "a$^·▯▯→日"):
@@ -214,7 +214,7 @@ def test_a_method_without_a_soft_mode(make_run, tmp_path):
     page = Page(build([make_run("hard", evaluation=evaluation)], tmp_path / "out"))
     assert not page.all("input")
     assert "only-hard" in page.source
-    assert "keep 0" not in page.source
+    assert "gate 0" not in page.source
     drawn = {p.stem for p in (tmp_path / "out" / "figures").iterdir()}
     assert drawn == {"overview_01", "active_fraction", "tokens_01"}
 

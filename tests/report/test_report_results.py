@@ -1,9 +1,10 @@
-"""Rows of results/ and the README's tables made from them."""
+"""Rows of results files, and the README's tables generated from them."""
 
 import json
 
 import pytest
 
+from benchmarks.faults.registry import FAULTS
 from paper.generated import render
 from tests.report.fakes import tsa_evaluation
 from tokendepth.errors import UserError
@@ -65,15 +66,18 @@ def test_the_training_table_shows_medians_and_quartiles(tmp_path):
 def test_the_faults_table_has_the_other_trainers_figures_in_a_column_of_their_own(tmp_path):
     row = {"title": "a kill", "claim": "nothing lost", "attempts": 1234, "failed": 0, "figures": {}, "device": "CPU"}
     rows = [
-        {**row, "fault": "kill", "figures": {"runs": 7, "max difference": 0.0}},
+        {**row, "fault": "flood", "figures": {"runs": 7, "max difference": 0.0}},
         {**row, "fault": "fire", "failed": 2},
-        {**row, "fault": "gpu", "figures": {"max difference": 0.000123}, "device": "abacus"},
+        {**row, "fault": "frost", "figures": {"max difference": 0.000123}, "device": "abacus"},
     ]
     add_rows(tmp_path / "f.json", rows, identity=("fault",))
-    other = [{"fault": "kill", "trainer": "Other 1.0", "outcome": "39 of 100 refused"}]
+    other = [{"fault": "flood", "trainer": "Other 1.0", "outcome": "39 of 100 refused"}]
     add_rows(tmp_path / "faults_baseline.json", other, identity=("fault",))
     made = render("<!-- faults: f.json -->\n<!-- end -->", tmp_path).splitlines()
     assert made[1] == "| fault | tried | outcome | Other 1.0 |"
     assert made[3] == "| a kill | 1,234 | nothing lost (max difference 0) | 39 of 100 refused |"
-    assert made[4] == "| a kill | 1,234 | **2 failures**, else: nothing lost | \u2014 |"
+    assert made[4] == "| a kill | 1,234 | **2 failures**, otherwise: nothing lost | \u2014 |"
     assert made[5] == "| a kill | 1,234 | nothing lost (max difference 0.00012; abacus) | \u2014 |"
+    add_rows(tmp_path / "f.json", [{**row, "fault": "kill"}], identity=("fault",))
+    made = render("<!-- faults: f.json -->\n<!-- end -->", tmp_path)
+    assert f"| {FAULTS['kill'].title} | 1,234 | {FAULTS['kill'].claim} | \u2014 |" in made, "as the suite words it"

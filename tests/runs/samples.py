@@ -1,4 +1,4 @@
-"""A run that is stopped in the middle, made without training, and the files' part of what a resume does."""
+"""A run stopped in the middle, made without training, and the file operations of a resume."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def small_files() -> dict[str, bytes]:
 
 
 def stopped_after_two(path: Path) -> Run:
-    """Steps 1 and 2 are logged and saved."""
+    """A run with steps 1 and 2 logged and saved."""
     run = Run.create(path, CONFIG, resume=False)
     log = run.metrics_log(None)
     run.restore(small_files())
@@ -33,7 +33,7 @@ def stopped_after_two(path: Path) -> Run:
 
 
 def resumed(run: Run) -> tuple[Checkpoint, list[str]]:
-    """Go on with it, and save one step more."""
+    """Resume it and save one more step."""
     Run.create(run.path, CONFIG, resume=True)
     checkpoint, lines = run.load_checkpoint()
     assert checkpoint is not None

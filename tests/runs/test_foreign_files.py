@@ -1,4 +1,4 @@
-"""Files of the user's beside ours: none is removed, none is written to. RELIABILITY 26."""
+"""The user's files next to ours are neither removed nor written to. RELIABILITY 26."""
 
 import os
 import shutil
@@ -16,12 +16,12 @@ from tokendepth.training.loop import train
 
 
 def notes(folder: Path) -> list[int]:
-    """The inodes of all that a user has written below `folder`: they stay whatever folder they are in."""
+    """The inodes of everything that a user has put below `folder`; they stay the same even if a folder is renamed."""
     return sorted(path.stat().st_ino for path in folder.rglob("*") if path.is_file() and path.read_bytes() == b"mine")
 
 
 def test_nothing_of_the_users_is_removed_or_written_to(tmp_path):
-    """Copies of checkpoints and notes: in the run, among its checkpoints and inside of them."""
+    """Copies of checkpoints and notes: in the run, among its checkpoints and inside them."""
     config, run = tiny(tmp_path, steps=8, checkpoint_every=2), Run(tmp_path / "run")
     stopped_run(config, run.path, 4)
     older, newest = (run.checkpoints / f"step-0000000{step}" for step in (2, 4))

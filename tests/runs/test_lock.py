@@ -1,4 +1,4 @@
-"""One process at a time trains into a run folder, and a lock outlives nobody."""
+"""Only one process at a time trains into a run folder, and no lock outlives its holder."""
 
 import errno
 import os
@@ -35,8 +35,8 @@ def test_the_second_is_refused_and_told_who_the_first_is(tmp_path):
 
 
 def test_one_can_wait_for_it(tmp_path):
-    wait_until_free(tmp_path, 60)  # nobody is there
-    (tmp_path / LOCK).write_text("process 1 on nowhere since long")  # what a killed process leaves
+    wait_until_free(tmp_path, 60)  # no process holds it
+    (tmp_path / LOCK).write_text("process 1 on nowhere since long")  # left over from a killed process
     wait_until_free(tmp_path, 60)
     held, waited = threading.Event(), threading.Event()
 
@@ -76,7 +76,7 @@ def test_the_file_that_a_killed_process_left_holds_nobody_up(tmp_path):
 
 
 def test_a_file_removed_by_the_one_before_is_not_locked_in_vain(tmp_path, monkeypatch):
-    """It ended between our opening the file and locking it: our lock would be on a file that nobody else can see."""
+    """It ended between our opening and locking the file: our lock would be on a file that no one else can see."""
     real, calls = fcntl.flock, []
 
     def removed(handle, how):
@@ -185,7 +185,7 @@ def test_a_second_training_changes_nothing_and_readers_need_no_lock(tmp_path):
             train(config, begun.path, resume=True, show=False)
         assert hashes(begun.path) == before
         assert evaluate(run, timing=False)["tokens"] > 0
-        assert train(config, run.path, resume=True, show=False) == run  # finished: it only reads
+        assert train(config, run.path, resume=True, show=False) == run  # finished, so it only reads
     assert train(config, begun.path, resume=True, show=False).finished
 
 

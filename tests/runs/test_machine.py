@@ -1,4 +1,4 @@
-"""Memory that is kept for the next step, and returned when the work is done; and the commit that numbers are of."""
+"""Memory that is kept for the next step and returned after the work; and the commit recorded with results."""
 
 import contextlib
 import platform
@@ -40,7 +40,7 @@ print([found_here - first > 200 for found_here in found])
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
 def test_freed_memory_is_kept_within_and_then_returned():
-    """256 MiB: within, also after another has ended within it; and for good where that was asked for."""
+    """256 MiB are kept inside the block, even after a nested one has ended, and permanently if requested."""
     run = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == str([False, True, True, False, False, True])
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: rows come back as they were, either of its two files may be lost, and a long one costs no more."""
+"""metrics.jsonl: rows are read back unchanged, either file may be lost, and long files cost no more."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ def test_a_last_line_cut_anywhere_is_ignored(logged):
     last = len(content.splitlines(keepends=True)[-1])
     for kept in range(1, last):
         path.write_bytes(content[: len(content) - last + kept])
-        whole = kept == last - 1  # only the line end is lost
+        whole = kept == last - 1  # only the line end is missing
         assert logged.metrics() == logged.last_metrics() == rows(1, 2, 2, *[3] * whole)
 
 
@@ -104,7 +104,7 @@ def test_the_last_rows_are_whole_rows_wherever_they_are_cut(run):
 
 @pytest.fixture
 def log(run) -> MetricsLog:
-    """A training that has logged three rows, the first two of which a checkpoint notes."""
+    """A training run that has logged three rows; a checkpoint records the first two."""
     log = run.metrics_log(None)
     log.restore()
     for row in rows(1, 2):
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_the_first_format_brings_its_rows(run):
 @pytest.mark.parametrize("link", [os.link, os.symlink])
 @pytest.mark.parametrize("which", ["path", "copy"])
 def test_a_file_that_is_somebody_elses_too_is_not_written_to(run, log, link, which, tmp_path):
-    """As after `cp -al run backup`, while it trains or before it goes on."""
+    """As after `cp -al run backup`, during training or before resuming."""
     ours, theirs = getattr(log, which), tmp_path / "backup.jsonl"
     if link is os.link:
         os.link(ours, theirs)
@@ -227,7 +227,7 @@ def test_a_file_that_is_somebody_elses_too_is_not_written_to(run, log, link, whi
 
 
 def transferred() -> dict[str, int]:
-    """Bytes that this process has read and written by system calls, the page cache included."""
+    """Bytes that this process has read and written by system calls, including the page cache."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(count) for name, count in (line.split(": ") for line in lines)}
 

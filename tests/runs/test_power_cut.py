@@ -1,4 +1,4 @@
-"""What is not synced may be lost in a power cut, in any order: nothing is relied on before it is on the disk.
+"""A power cut may lose unsynced data, in any order: nothing is relied on before it is on the disk.
 
 RELIABILITY 27; the fault-injection suite cuts the power.
 """
@@ -94,13 +94,13 @@ def test_a_folder_that_may_not_be_listed_is_made_all_the_same(tmp_path, monkeypa
 
 
 def left_after(folder: Path, work, cut_at: int, seed: int) -> Path:
-    """What a power cut leaves of a folder in which `work` is done."""
+    """What remains after a power cut of a folder in which `work` is done."""
     live, left = folder / f"live-{cut_at}-{seed}", folder / f"left-{cut_at}-{seed}"
     live.mkdir()
     disk = Disk(live)
     with contextlib.suppress(PowerCut), disk.watched(cut_at, random.Random(seed)):
         work(live)
-        os.mkdir(live / "end")  # a last moment, after all that was done
+        os.mkdir(live / "end")  # a last moment, after all operations
     assert disk.after, "it was not cut"
     disk.after(left)
     disk.close()

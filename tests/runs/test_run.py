@@ -1,4 +1,4 @@
-"""The run folder: what is in it appears whole, and what was damaged since is never taken for good."""
+"""The run folder: files appear complete, and damaged ones are never accepted."""
 
 import builtins
 import errno
@@ -64,7 +64,7 @@ def run(tmp_path) -> Run:
 
 @pytest.fixture
 def saved(run) -> Run:
-    """Steps 1 and 2 are there."""
+    """A run with checkpoints of steps 1 and 2."""
     run.save_checkpoint(1, tensors(1))
     run.save_checkpoint(2, tensors(2))
     return run
@@ -88,7 +88,7 @@ def test_a_checkpoint_comes_back_as_it_was_saved(saved):
 
 
 def test_the_same_tensors_always_make_the_same_file(finished):
-    """So that `sha256sum model.safetensors` tells whether two runs came out alike."""
+    """So that `sha256sum model.safetensors` shows whether two runs gave the same result."""
     contents = {(finished.path / "model.safetensors").read_bytes()}
     for _ in range(20):
         finished.finish(finished.weights())
@@ -112,7 +112,7 @@ def test_the_manifest_holds_size_and_sha256_of_every_file(saved):
 
 
 def test_a_checkpoint_is_not_seen_before_it_is_whole(saved, monkeypatch):
-    """When its folder gets its name, both files are in it and verify, and every byte has been synced."""
+    """When its folder gets its name, both files are in it and intact, and every byte has been synced."""
     seen, synced, rename, fsync = [], set(), os.rename, os.fsync
 
     def watched_fsync(handle):
@@ -130,7 +130,7 @@ def test_a_checkpoint_is_not_seen_before_it_is_whole(saved, monkeypatch):
     monkeypatch.setattr(os, "rename", watched_rename)
     saved.save_checkpoint(3, tensors(3))
     assert seen == [(3, "step-00000003")]
-    assert os.stat(saved.checkpoints).st_ino in synced  # else the new name could be lost
+    assert os.stat(saved.checkpoints).st_ino in synced  # otherwise the new name could be lost
 
 
 def test_the_last_two_are_kept(run):
@@ -142,7 +142,7 @@ def test_the_last_two_are_kept(run):
 
 
 def test_the_newest_is_the_one_of_most_steps_however_many_digits(run):
-    for step in (99_999_999, 100_000_000):  # TrainConfig takes up to 10**9
+    for step in (99_999_999, 100_000_000):  # TrainConfig allows up to 10**9
         run.save_checkpoint(step, tensors(step))
         assert_holds(run.load_checkpoint()[0], step)
 
@@ -157,7 +157,7 @@ def test_saving_takes_the_place_of_a_damaged_checkpoint_of_that_step(saved):
 
 @pytest.mark.parametrize(("damaged", "new"), [((9,), (5, 6, 7)), ((9, 4), (1, 2, 3))])
 def test_damaged_later_checkpoints_do_not_push_out_the_new_ones(run, damaged, new):
-    """A run that went back saves earlier steps than those that it found damaged; its work must stay, two deep."""
+    """A run that went back saves earlier steps than the damaged ones; its last two checkpoints must stay."""
     for step in (4, 9):
         run.save_checkpoint(step, tensors(step))
     for step in damaged:
@@ -330,7 +330,7 @@ def test_a_folder_that_is_named_otherwise_is_no_checkpoint(saved, name):
 
 
 def sealed(manifest: dict) -> bytes:
-    """As tokendepth would write it: with a checksum of its own that is right."""
+    """As tokendepth would write it, with a correct checksum of its own."""
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**manifest, "sha256": digest}, indent=2) + "\n").encode()
 
@@ -360,7 +360,7 @@ FOREIGN_MANIFESTS = {
 
 @pytest.mark.parametrize("kind", FOREIGN_MANIFESTS)
 def test_a_foreign_manifest_with_a_right_checksum_is_passed_over(saved, kind):
-    """RELIABILITY 8: every error is our own type."""
+    """RELIABILITY 8: every error is a UserError."""
     path = folder_of(saved, 2) / MANIFEST
     path.write_bytes(sealed(FOREIGN_MANIFESTS[kind]))
     if kind == "no file named":
@@ -382,7 +382,7 @@ def test_a_file_that_is_not_safetensors_is_passed_over_though_its_manifest_fits(
 
 
 def test_a_newer_format_is_refused_and_its_work_left_alone(saved):
-    """Not damaged: going back would take the steps of a later version again, and remove its checkpoints."""
+    """They are not damaged: going back would repeat the steps of a later version and remove its checkpoints."""
     path = folder_of(saved, 2) / MANIFEST
     manifest = json.loads(path.read_text())
     del manifest["sha256"]
@@ -414,7 +414,7 @@ def test_a_bad_sector_in_the_newest_checkpoint_is_passed_over(saved, monkeypatch
     assert str(folder_of(saved, 2) / STATE) in line
 
 
-# --- a disk that fails ------------------------------------------------------------------------------------------------
+# --- disk failures ----------------------------------------------------------------------------------------------------
 
 
 def fail_at(monkeypatch, module: object, name: str, number: int, error: OSError) -> list[int]:
@@ -433,7 +433,7 @@ def fail_at(monkeypatch, module: object, name: str, number: int, error: OSError)
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "rename", "mkdir"])
 def test_a_full_disk_while_saving_leaves_the_old_checkpoint(saved, call):
-    """At every call that can fail, one after the other."""
+    """At every call that can fail, in turn."""
     faults, before = 0, hashes(folder_of(saved, 2))
     while True:
         with pytest.MonkeyPatch.context() as patch:
@@ -576,7 +576,7 @@ def test_left_overs_of_a_killed_process_are_removed(saved):
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("call", ["fsync", "replace", "mkdir"])
 def test_a_folder_that_could_not_be_made_to_the_end_can_be_tried_again(tmp_path, call, resume):
-    """At every call: what a first try has left is no foreign folder to the second."""
+    """At every call: the second try does not take what the first one left for a foreign folder."""
     faults = 0
     while True:
         path = tmp_path / str(faults)
@@ -590,7 +590,7 @@ def test_a_folder_that_could_not_be_made_to_the_end_can_be_tried_again(tmp_path,
                 break
         faults += 1
         assert "no space is left" in message
-        # Once config.json is there it is a run, which is gone on with; before, it is an empty folder.
+        # Once config.json exists it is a run, which is resumed; before, it is an empty folder.
         again = Run.create(path, CONFIG, resume=resume or (path / "config.json").exists())
         assert again.config == CONFIG
     assert faults >= 1, f"creating a run never calls os.{call}"
@@ -609,7 +609,7 @@ def test_a_file_in_the_way_is_named(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
 def test_a_read_only_place_is_one_line(tmp_path, monkeypatch, number):
-    # Simulated, because for root every folder is writable.
+    # Simulated, because root can write to every folder.
     fail_at(monkeypatch, os, "mkdir", 1, OSError(number, os.strerror(number)))
     with pytest.raises(UserError) as raised:
         Run.create(tmp_path / "run", CONFIG, resume=False)
@@ -681,7 +681,7 @@ def test_a_finished_run_that_was_changed_gives_no_weights(finished, name, kind):
     with pytest.raises(UserError) as raised:
         finished.weights()
     message = one_line(raised.value)
-    if not (name == MANIFEST and kind == "missing"):  # then it is a run that is not finished
+    if not (name == MANIFEST and kind == "missing"):  # then it is an unfinished run
         assert str(finished.path / name) in message
     assert "--resume" in message or "restore" in message
 
@@ -732,7 +732,7 @@ def test_a_run_folder_holds_json_and_safetensors_only(saved):
     check()
 
 
-# --- the small files, of which every checkpoint has a copy ------------------------------------------------------------
+# --- small files, copied into every checkpoint ------------------------------------------------------------------------
 
 
 SMALL = {"config.json": b"{}", "env.json": b'{"a": 1}', "tokenizer.json": b"[]"}
@@ -751,7 +751,7 @@ def test_a_checkpoint_brings_back_the_small_files(run):
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("kind", ["missing", "empty", "half", "middle flipped"])
 def test_restoring_writes_what_is_not_as_it_should_be_and_names_it(run, name, kind):
-    assert run.restore(SMALL) != []  # config.json was another one
+    assert run.restore(SMALL) != []  # config.json was different
     assert run.restore(SMALL) == []
     damage(run.path / name, kind)
     (line,) = run.restore(SMALL)
@@ -795,7 +795,7 @@ def test_a_config_with_another_valid_value_is_known_by_the_checkpoint_too(run, k
     assert Run.create(run.path, CONFIG, resume=True).load_checkpoint()[0] is not None
 
 
-# --- finished, nothing of it changes unnoticed ------------------------------------------------------------------------
+# --- in a finished run every change is detected -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -817,7 +817,7 @@ def test_a_finished_runs_small_files_are_read_only_as_they_were(saved, name, kin
 
 
 def test_a_finished_run_of_which_the_manifest_lists_the_model_only_is_read(finished):
-    """As the first ones did; then the rest is taken as it is."""
+    """As in the first versions; the rest is then not compared."""
     write_manifest(finished.path, ("config.json", "tokenizer.json", "model.safetensors"), 9)
     add_rows(finished, {"step": 1})
     assert finished.metrics() == [{"step": 1}]
@@ -826,7 +826,7 @@ def test_a_finished_run_of_which_the_manifest_lists_the_model_only_is_read(finis
 
 @pytest.mark.parametrize("env", [{}, [], {"corpus": "x"}])
 def test_an_env_that_names_no_corpus_is_damaged(run, env):
-    run.check_corpus("f" * 64)  # nothing begun, nothing to compare
+    run.check_corpus("f" * 64)  # not started, so there is nothing to compare
     write_json(run.path / "env.json", {"corpus_sha256": "f" * 64})
     run.check_corpus("f" * 64)
     write_json(run.path / "env.json", env)

@@ -1,4 +1,4 @@
-"""Every file that numbers are read from: a change of it is found, and what never was a number is not taken for one."""
+"""In every file that results are read from, changes are detected and invalid values are rejected."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ FILES = ("model.safetensors", *SMALL_FILES)
 
 @pytest.fixture
 def run(tmp_path) -> Run:
-    """Finished and evaluated."""
+    """A finished and evaluated run."""
     run = Run.create(tmp_path / "run", CONFIG, resume=False)
     write_json(run.path / "tokenizer.json", {"kind": "char", "chars": "abc"})
     write_json(run.path / "env.json", {"torch": "2", "ranks": 1, "corpus_sha256": "f" * 64})
@@ -42,7 +42,7 @@ def run(tmp_path) -> Run:
 
 
 def old_run(folder: Path, evaluation: dict[str, Any]) -> Run:
-    """Finished before there were seals."""
+    """A run finished before there were seals."""
     run = Run(Path(shutil.copytree(GOLDEN / "format-2" / "finished", folder)))
     write_json(run.path / "eval.json", {**evaluation, "version": 1})
     return run
@@ -139,7 +139,7 @@ def test_an_evaluation_of_a_later_version_is_not_called_damaged(run):
     assert "damaged" not in one_line(raised.value)
 
 
-# --- what is inside, where every seal is right ------------------------------------------------------------------------
+# --- invalid content under a valid seal -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def places(tree: Any, path: tuple = ()) -> list[tuple]:
 
 
 def forged(tree: Any, dice: random.Random) -> Any:
-    """The same with another value in one place, or without it."""
+    """The same tree with another value in one place, or without that value."""
     tree = copy.deepcopy(tree)
     *path, last = dice.choice([place for place in places(tree) if place])
     inner = tree
@@ -289,7 +289,7 @@ def test_a_manifest_names_no_file_outside_of_its_folder(run, tmp_path):
 
 
 def checkpoint_of(run: Run, name: str, step: int, **tensors: np.ndarray) -> None:
-    """A checkpoint whose every checksum is right, of a state that was saved as that of step 4."""
+    """A checkpoint with correct checksums whose state was saved as that of step 4."""
     run.save_checkpoint(4, {"progress": np.array([1.0, 2.0]), **tensors})
     if step != 4:
         (run.checkpoints / "step-00000004").rename(run.checkpoints / name)
@@ -303,11 +303,11 @@ def begun(tmp_path) -> Run:
 
 @pytest.mark.parametrize("step", [99, 8])
 def test_a_checkpoint_whose_manifest_tells_another_step_is_passed_over(begun, step):
-    """It would end the run with the weights of an earlier step."""
+    """The run would end with the weights of an earlier step."""
     checkpoint_of(begun, f"step-{step:08d}", step)
     checkpoint, (line,) = begun.load_checkpoint()
     assert checkpoint is None
-    assert "holds another step" in line
+    assert "holds a different step" in line
 
 
 def test_a_checkpoint_of_a_later_step_than_the_last_is_of_another_run(begun):

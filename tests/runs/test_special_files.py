@@ -1,4 +1,4 @@
-"""A pipe, a device, a file without end, a folder or a link in the place of any file: one line, at once, little memory.
+"""A pipe, device, endless file, folder or link in place of any file: a one-line error, at once, in little memory.
 
 RELIABILITY 25.
 """
@@ -36,7 +36,7 @@ def finished(tmp_path_factory) -> Run:
 
 
 def read_everything(run: Run) -> None:
-    """What the commands evaluate, report and generate read."""
+    """The files that the commands evaluate, report and generate read."""
     run = Run.open(run.path)
     markdown_table(rows([run]))
     tokenizer_from_dict(run.tokenizer)
@@ -73,9 +73,9 @@ def test_a_stopped_run_with_something_else_in_the_place_of_a_file_goes_on_or_is_
             checkpoint, lines = resumed(run)
         except UserError as error:
             refusal = one_line(error)
-            path.rename(tmp_path / "away")  # as it says
+            path.rename(tmp_path / "away")  # as the message says
             checkpoint, lines = resumed(run)
-    # Whatever is no folder is replaced, unasked.
+    # Anything that is not a folder is replaced without asking.
     assert ("folder" in kind and "step-" not in name) == bool(refusal), refusal
     assert "move it away" in refusal or not refusal
     lines.append(refusal)

@@ -1,4 +1,4 @@
-"""A server of a tiny run in a thread, on a free port, and clients for it."""
+"""A server for a tiny run, in a thread on a free port, and clients."""
 
 import contextlib
 import threading
@@ -44,7 +44,7 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0)
 
     def wait_until_free(self) -> None:
-        """Until no slot is taken and nobody waits."""
+        """Wait until no request runs or waits."""
         start = time.monotonic()
         while self.service.worker.open:
             assert time.monotonic() < start + 30, "a slot is still taken"
@@ -72,7 +72,7 @@ def serving(service: Service, key: str | None = None) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory) -> Run:
-    """Of a model with a dial; at one more budget its thresholds are kept."""
+    """A model with a dial and stored thresholds for one more budget."""
     folder: Path = tmp_path_factory.mktemp("served")
     trained = train(tiny(folder, BudgetConfig(), steps=4, context=64), folder / "bottles", show=False)
     model = load_model(trained, choose_device("cpu"))
@@ -89,7 +89,7 @@ def served(run) -> Iterator[Served]:
 
 @pytest.fixture
 def slow_service(run, monkeypatch) -> Callable[..., Service]:
-    """Services whose every step takes so long, so that requests are still there when something happens to them."""
+    """Services with slow steps, so that requests are still running when something happens to them."""
     step = Engine.step
 
     def make(seconds_a_step: float, **limits) -> Service:

@@ -1,4 +1,4 @@
-"""The OpenAI API: the official client gets what td.generate gives offline, streamed or not, alone or among others."""
+"""The OpenAI API: the official client gets the output of td.generate, streamed or not, alone or with others."""
 
 import re
 import threading
@@ -56,7 +56,7 @@ def test_completions_are_the_offline_output(served: Served, run, settings):
 
 @pytest.mark.parametrize("settings", SETTINGS[:2])
 def test_with_drafts_completions_are_the_offline_output(run, settings, monkeypatch):
-    """A chunk for every token, though a step writes several; FLOPs of drafts count as executed."""
+    """One chunk per token, although a step generates several; FLOPs of drafts count as executed."""
     monkeypatch.setattr(Speculation, "next_length", lambda _, room: max(0, min(3, room)))
     expected = [offline(run, prompt, speculate=0, **settings).text for prompt in PROMPTS]
     with serving(Service.of(run, "cpu", Limits(slots=2), speculate=0)) as found:
@@ -137,7 +137,7 @@ def test_a_stream_says_what_it_used_where_that_was_asked_for(served: Served):
 
 
 def test_a_request_may_name_a_budget(served: Served, run):
-    """One that thresholds were kept for, beside one at the model's own."""
+    """A budget with stored thresholds, next to a request at the model's own."""
     asked = {"model": "bottles", "prompt": "green", "max_tokens": 20, "temperature": 0}
 
     def at(budget: float | None) -> list[list[float]]:
@@ -156,7 +156,7 @@ def test_a_request_may_name_a_budget(served: Served, run):
 
 
 def test_clients_at_the_same_time_get_their_own(served: Served, run):
-    """More than there are slots; their steps are shared."""
+    """More clients than slots, in shared steps."""
     settings = [{"temperature": 0.9, "seed": seed} for seed in range(10)]
     expected = [offline(run, "green", 15, **each).text for each in settings]
     before = served.service.metrics._totals["steps"]
@@ -194,7 +194,7 @@ HELLO = [{"role": "system", "content": "be brief"}, {"role": "user", "content": 
 
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory) -> "Served":
-    """A model of bytes whose tokenizer has a chat template."""
+    """A byte model whose tokenizer has a chat template."""
     from tests.tiny import tiny, write_corpus
     from tokendepth.config import DataConfig
     from tokendepth.training.loop import train
@@ -254,7 +254,7 @@ def test_messages_that_cannot_be_read(chatting: Served, messages, said):
 def test_a_model_without_a_template_says_so(served: Served):
     with pytest.raises(openai.BadRequestError) as error:
         served.client().chat.completions.create(model="bottles", messages=HELLO)
-    assert "no chat template; send its prompt to /v1/completions" in error.value.body["message"]
+    assert "this model has no chat template; use /v1/completions instead" in error.value.body["message"]
 
 
 # --- the others -------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_models_health_and_metrics(served: Served):
     client = served.client()
     assert [model.id for model in client.models.list()] == ["bottles"]
     assert client.models.retrieve("bottles").owned_by == "tokendepth"
-    with pytest.raises(openai.NotFoundError, match="this server has one model: 'bottles'"):
+    with pytest.raises(openai.NotFoundError, match="this server has only 'bottles'"):
         client.models.retrieve("cans")
     assert httpx2.get(f"{served.url}/health").json() == {"status": "ok"}
     client.completions.create(model="bottles", prompt="green", max_tokens=2)

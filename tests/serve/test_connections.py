@@ -1,4 +1,4 @@
-"""Connections and bodies are bounded where no proxy stands in front: in number, in time and in size."""
+"""Without a reverse proxy, connections and bodies are limited in number, time and size."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.xdist_group("serve"), pytest.mark.slow]
 
 
 def heard(client: socket.socket) -> tuple[bytes, bytes]:
-    """Head and body of all that comes until the connection is closed."""
+    """Head and body of everything received until the connection is closed."""
     client.settimeout(10)
     answer, _, body = b"".join(iter(lambda: client.recv(10_000), b"")).partition(b"\r\n\r\n")
     return answer, body
@@ -30,7 +30,7 @@ def connected(served: Served) -> socket.socket:
 
 
 def test_answers_are_sent_at_once():
-    """asyncio before Python 3.12 turns Nagle's algorithm off only where the protocol is named."""
+    """asyncio before Python 3.12 disables Nagle's algorithm only if the socket's protocol is named."""
     with server.listening("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 
@@ -72,12 +72,12 @@ def test_a_head_has_to_come_whole_in_time_at_first_and_after_an_answer(run, monk
                 answer = client.recv(10_000) if first else b""
                 start = time.monotonic()
                 with contextlib.suppress(OSError):
-                    while time.monotonic() < start + 10:  # a byte at a time, which alone would keep it waiting
+                    while time.monotonic() < start + 10:  # uvicorn by itself would wait for ever
                         client.sendall(b"G")
                         time.sleep(0.05)
                 assert time.monotonic() - start < 3, "nobody closed it"
                 assert not first or answer.startswith(b"HTTP/1.1 200")
-        with connected(found) as patient:  # one that asks in time is answered, however long its answer takes
+        with connected(found) as patient:  # a request sent in time is answered, however long that takes
             monkeypatch.setattr(guard, "BODY_SECONDS", 3.0)
             body = json.dumps({**GOOD, "max_tokens": 1}).encode()
             patient.sendall(head(len(body)) + body[:-1])
@@ -96,7 +96,7 @@ def test_bodies_that_arrive_together_are_bounded(run, monkeypatch):
             time.sleep(0.01)
         answer = post(found, {**GOOD, "max_tokens": 1})
         assert (answer.status_code, is_shaped(answer.content)) == (429, True)
-        assert "too many bodies arrive at once" in answer.text
+        assert "too many request bodies are arriving at once" in answer.text
         for client in waiting:
             client.close()
         while found.app.state.guard.arriving:
@@ -123,12 +123,12 @@ def test_a_full_queue_is_told_before_a_text_is_tokenised(slow_service, monkeypat
     ],
 )  # fmt: skip
 def test_without_a_key_only_this_machines_names_are_answered(served: Served, host, status):
-    """Else a page whose name was given this machine's address could ask what it likes."""
+    """Otherwise a web page could use the server by DNS rebinding."""
     answer = httpx2.get(f"{served.url}/v1/models", headers={"Host": host})
     assert answer.status_code == status
     if status == 403:
         assert is_shaped(answer.content)
-        assert f"the Host is {host!r}" in answer.json()["error"]["message"]
+        assert f"the Host header is {host!r}" in answer.json()["error"]["message"]
 
 
 def test_with_a_key_any_name_is_answered(run):

@@ -1,4 +1,4 @@
-"""The server under bad requests, too many of them, clients that go away, and signals: nobody brings it down."""
+"""The server survives bad requests, too many requests, clients that disconnect, and signals."""
 
 import json
 import os
@@ -45,30 +45,30 @@ def healthy(served: Served) -> bool:
     ("change", "status", "param", "said"),
     [
         ({"proompt": 1}, 400, "proompt", "unknown field 'proompt'; did you mean 'prompt'?"),
-        ({"model": "cans"}, 404, "model", "the model 'cans' is not served here; this server has 'bottles'"),
-        ({"model": None}, 400, "model", "model is null; expected the name of the model, 'bottles'"),
+        ({"model": "cans"}, 404, "model", "model 'cans' is not served here; this server has only 'bottles'"),
+        ({"model": None}, 400, "model", "model is null; expected the name of this server's model, 'bottles'"),
         ({"prompt": "g" * 64}, 400, "prompt", "has 64 tokens; expected fewer than this model's context of 64"),
         ({"prompt": ""}, 400, "prompt", "prompt is ''; expected a text, a list of token ids"),
         ({"prompt": [1, "a"]}, 400, "prompt", "prompt is [1, 'a']; expected a text"),
-        ({"prompt": [10**6]}, 400, "prompt", "a token is 1000000; expected 0 to"),
+        ({"prompt": [10**6]}, 400, "prompt", "token id 1000000 is out of range; expected 0 to"),
         ({"prompt": "\N{SNOWMAN}"}, 400, "prompt", "the character '\N{SNOWMAN}' at position 0"),
-        ({"budget": 0.33}, 400, "budget", "budget is 0.33; expected one of 0.4, 0.8; more are made by"),
+        ({"budget": 0.33}, 400, "budget", "budget is 0.33; expected one of 0.4, 0.8; tokendepth calibrate adds"),
         ({"budget": 1.5}, 400, "budget", "budget is 1.5; expected a number above 0 up to 1"),
         ({"max_tokens": 60}, 400, "max_tokens", "max_tokens is 60, but the context of 64 has room for 59"),
-        ({"max_tokens": 5000}, 400, "max_tokens", "max_tokens is 5000; expected 4096 at most on this server"),
+        ({"max_tokens": 5000}, 400, "max_tokens", "max_tokens is 5000; expected at most 4096 on this server"),
         ({"max_tokens": True}, 400, "max_tokens", "max_tokens is True; expected a whole number from 1 to"),
         ({"temperature": 2.5}, 400, "temperature", "temperature is 2.5; expected a number from 0 to 2"),
         ({"temperature": 1e-5}, 400, "temperature", "temperature is 1e-05; expected 0, or a number from 0.001 to 2"),
         ({"temperature": "warm"}, 400, "temperature", "temperature is 'warm'; expected a number from 0 to 2"),
         ({"top_p": 0}, 400, "top_p", "top_p is 0; expected a number above 0 up to 1"),
         ({"n": 9}, 400, "n", "n is 9; expected a whole number from 1 to 8"),
-        ({"n": 8, "prompt": ["a", "b"]}, 400, "n", "16 texts are asked for at once; expected 12 at most, by"),
+        ({"n": 8, "prompt": ["a", "b"]}, 400, "n", "the request needs 16 completions; expected at most 12, the"),
         ({"stop": ["a"] * 5}, 400, "stop", "expected up to 4 strings of 1 to 1000 characters"),
         ({"stop": ""}, 400, "stop", "stop is ''"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", "logit_bias is {'x': 1}; expected an object of token ids"),
-        ({"logit_bias": {"99999": 1}}, 400, "logit_bias", "logit_bias has token 99999; expected 0 to"),
-        ({"echo": True}, 400, "echo", "echo is True, which this server cannot do; leave it out"),
-        ({"stream_options": {"include_usage": True}}, 400, "stream_options", "only where stream is true"),
+        ({"logit_bias": {"99999": 1}}, 400, "logit_bias", "logit_bias has token id 99999; expected 0 to"),
+        ({"echo": True}, 400, "echo", "echo is True, which this server does not support; leave it out"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options", "only if stream is true"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_clear_message(served: Served, change, status, param, said):
@@ -97,7 +97,7 @@ def test_malformed_requests_are_refused_in_the_apis_shape(served: Served):
 def test_a_model_without_a_dial_has_no_budget(served: Served, monkeypatch):
     monkeypatch.setattr(served.service, "budgets", {})
     error = post(served, {**GOOD, "budget": 0.4}).json()["error"]
-    assert error["message"] == "budget was given, but this model has no dial to set; leave it out"
+    assert error["message"] == "budget was given, but this model has no budget to set; leave it out"
 
 
 def test_a_body_that_is_too_large_is_cut_off_whether_it_says_its_length_or_not(run):
@@ -114,7 +114,7 @@ def test_a_body_that_is_too_large_is_cut_off_whether_it_says_its_length_or_not(r
         try:
             answer = httpx2.post(f"{found.url}/v1/completions", content=endless(), headers=json_type, timeout=30)
             assert (answer.status_code, is_shaped(answer.content)) == (413, True)
-        except httpx2.TransportError:  # it closed the connection while we were writing
+        except httpx2.TransportError:  # the server closed the connection while we were writing
             pass
         assert len(sent) < 10_000
         assert healthy(found)
@@ -125,7 +125,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(served: Served, monkeypatch
     with socket.create_connection(("127.0.0.1", served.port)) as client:
         client.sendall(head(50) + b"{")
         client.settimeout(10)
-        answer = b"".join(iter(lambda: client.recv(10_000), b""))  # head and body may come apart
+        answer = b"".join(iter(lambda: client.recv(10_000), b""))  # head and body may arrive separately
     assert answer.startswith(b"HTTP/1.1 408")
     assert is_shaped(answer.split(b"\r\n\r\n", 1)[1])
 
@@ -171,7 +171,7 @@ def test_time_ends_a_text_and_refuses_who_never_got_a_slot(slow_service):
         assert late.status_code == 429 or '"finish_reason":"length"' in late.text
 
 
-# --- clients that go away ---------------------------------------------------------------------------------------------
+# --- clients that disconnect ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -200,7 +200,7 @@ def test_a_server_that_cannot_wait_any_longer_says_so(slow_service, monkeypatch)
         assert (answer.result().status_code, is_shaped(answer.result().content)) == (503, True)
 
 
-# --- faults of ours ---------------------------------------------------------------------------------------------------
+# --- internal errors --------------------------------------------------------------------------------------------------
 
 
 def test_a_fault_of_ours_is_told_without_the_prompt_and_the_next_request_is_served(run, monkeypatch, capfd):
@@ -248,7 +248,7 @@ def test_a_port_in_use_and_a_run_that_is_none(run, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         line = refused(capsys, "serve", str(run.path), "--port", port)
-    assert line == f"port {port} of 127.0.0.1 cannot be taken (address already in use); choose another with --port"
+    assert line == f"cannot listen on port {port} of 127.0.0.1 (address already in use); choose another with --port"
     assert "nowhere" in refused(capsys, "serve", str(tmp_path / "nowhere"), "--port", "0")
 
 
@@ -260,7 +260,7 @@ def test_a_signal_lets_finish_what_is_in_flight_and_nothing_new_is_taken(run, nu
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.fullmatch(r"serving bottles at (http://127\.0\.0\.1:\d+)/v1; Ctrl-C ends it\n", line)
+        found = re.fullmatch(r"serving bottles at (http://127\.0\.0\.1:\d+)/v1; press Ctrl-C to stop\n", line)
         assert found
         url = found[1]
         body = {**GOOD, "prompt": ["green"] * 12, "max_tokens": 59}

@@ -1,4 +1,4 @@
-"""The engine's thread is the only one that computes."""
+"""Only the engine's thread computes."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""A sweep on a Ray cluster of two nodes, of which one is removed; and what cannot be done, said in one line."""
+"""A sweep on a Ray cluster of two nodes, one of which is removed; and one-line errors for what cannot be done."""
 
 import contextlib
 import os
@@ -52,7 +52,7 @@ cluster.shutdown()
 
 
 class Cluster:
-    """A head without CPUs and two nodes with one each, kept by a process of their own."""
+    """A head without CPUs and two nodes with one CPU each, managed by a separate process."""
 
     def __init__(self, folder: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -80,17 +80,17 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # Ray's sockets allow no long path
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # the paths of Ray's sockets must be short
         found = Cluster(folder)
         yield found
         found.close()
 
 
 class Sweep:
-    """`tokendepth sweep` in a process of its own, with its runs."""
+    """`tokendepth sweep` in a separate process, with its runs."""
 
     def __init__(self, folder: Path, on: str, *, seeds: int = 2, **changes: object) -> None:
-        tiny(folder)  # for its corpus
+        tiny(folder)  # for the corpus
         settings = {
             "data.corpus": "text:corpus.txt", "model.context": 16, "model.d-model": 16, "model.n-layer": 2,
             "train.steps": 200, "train.checkpoint-every": 20, "train.log-every": 1, "train.device": "cpu", **changes,
@@ -115,7 +115,7 @@ class Sweep:
         return [Run(self.out / name) for name in variants(self.cell, self.seeds)]
 
     def pause(self) -> dict[str, int]:
-        """Halt the process of each run once it has saved a step, however far the others are by then."""
+        """Halt the process of each run once it has saved a step, however far the others are."""
         paused: dict[str, int] = {}
 
         def all_are_paused() -> bool:
@@ -140,7 +140,7 @@ def parent(process: int) -> int:
 
 @pytest.fixture
 def sweep_on(cluster, tmp_path) -> Iterator[Callable[..., Sweep]]:
-    """Begins a sweep on the cluster."""
+    """Starts a sweep on the cluster."""
     begun = []
 
     def begin(name: str = "", **changes: Any) -> Sweep:
@@ -188,7 +188,7 @@ def test_a_run_whose_node_dies_goes_on_on_the_other_and_all_end_in_the_bits_of_s
 @needs_ray
 @pytest.mark.slow
 def test_sweeps_that_are_stopped_or_killed_stop_their_tasks_and_can_go_on(sweep_on):
-    """At the same time, each on a node: most of it is waiting."""
+    """Both at the same time, each on a node: most of it is waiting."""
     changes = {"train.steps": 100_000, "train.checkpoint-every": 200}
     sweeps = {number: sweep_on(number.name, seeds=1, **changes) for number in (signal.SIGINT, signal.SIGKILL)}
     tasks = {}
@@ -199,7 +199,7 @@ def test_sweeps_that_are_stopped_or_killed_stop_their_tasks_and_can_go_on(sweep_
         one.process.send_signal(number)
     code, _, err = sweeps[signal.SIGINT].end()
     assert code == 130
-    assert "every run in out is saved; repeat the command to go on" in err
+    assert "every run in out is saved; repeat the command to continue" in err
     assert not is_alive(tasks[signal.SIGINT])
     (stopped,) = sweeps[signal.SIGINT].runs()
     assert saved_step(stopped) % 200, "what is saved between was saved because of the stop"
@@ -222,7 +222,7 @@ def test_what_a_cluster_lacks_is_said_in_one_line(cluster, tmp_path, monkeypatch
     with pytest.raises(UserError) as refused, RayPool(cluster.address, {"a": on_gpu}, None, tmp_path, show=False):
         pass
     assert "has no GPU" in one_line(refused.value)
-    # To each process another folder, as on machines that share none.
+    # A different folder for each process, as on machines without a shared file system.
     out = Path("/proc/self/cwd/out")
     with pytest.raises(UserError) as refused:
         sweep({"a": config}, out, on=f"ray:{cluster.address}", show=False)
@@ -233,9 +233,9 @@ def test_what_a_cluster_lacks_is_said_in_one_line(cluster, tmp_path, monkeypatch
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["SIGSTOP", "SIGKILL"])  # it no longer answers; nobody listens any more
+@pytest.mark.parametrize("fault", ["SIGSTOP", "SIGKILL"])  # it no longer answers; nothing listens there any more
 def test_a_cluster_that_goes_away_ends_the_sweep_with_one_line(cluster, sweep_on, fault):
-    """The last test with this cluster."""
+    """The last test that uses this cluster."""
     sweep = sweep_on(seeds=1, **{"train.steps": 100_000})
     (process,) = sweep.pause().values()
     os.kill(process, signal.SIGCONT)
@@ -243,10 +243,10 @@ def test_a_cluster_that_goes_away_ends_the_sweep_with_one_line(cluster, sweep_on
     code, _, err = sweep.end()
     cluster.order("SIGCONT")
     with contextlib.suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)  # or it would train on for as long as its node is there
+        os.kill(process, signal.SIGKILL)  # otherwise it would train on as long as its node exists
     assert code == 2, err
     assert "no longer answers" in err.splitlines()[-1]
-    assert err.splitlines()[-1].endswith("repeat the command to go on")
+    assert err.splitlines()[-1].endswith("repeat the command to continue")
 
 
 def pool(on: str, folder: Path) -> RayPool:
@@ -270,7 +270,7 @@ def test_an_address_at_which_nobody_answers_is_given_up_soon(tmp_path, monkeypat
 
 
 class Answers:
-    """In the place of the process that speaks with Ray."""
+    """Replaces the process that talks to Ray."""
 
     def __init__(self, **answers: Callable) -> None:
         self.answers = answers
@@ -330,7 +330,7 @@ def test_a_process_of_ray_that_dies_is_a_cluster_that_is_gone(tmp_path):
     ],
 )
 def test_nodes_that_are_too_small_for_a_run_are_named(resources, threads, says, tmp_path, monkeypatch):
-    """The cluster has enough in all, but no single node does."""
+    """The cluster has enough in total, but no single node does."""
     driver = Answers(connect=lambda address: address, nodes=lambda: resources)
     monkeypatch.setattr(cluster_module, "find_spec", lambda name: True)
     monkeypatch.setattr(cluster_module, "DriverProcess", lambda: driver)
@@ -370,7 +370,7 @@ class RayTaskError(RayError):
 
 
 def driver(answer: Callable[[], int]) -> Driver:
-    """With a fake of Ray, that has one task."""
+    """With a fake Ray that has one task."""
     exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
     found = Driver.__new__(Driver)
     found.ray = SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=lambda ref: answer(), exceptions=exceptions)

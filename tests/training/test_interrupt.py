@@ -1,6 +1,6 @@
-"""Processes that are killed, and asked to stop: what they leave is gone on with, and ends bit for bit the same.
+"""Processes that are killed or asked to stop: a resumed run ends bit for bit the same.
 
-At random moments `bench/test_faults.py` has it; here it is every call, and the moments that chance would miss.
+The fault-injection suite kills at random moments; here it is at every call, and at moments that chance would miss.
 """
 
 import signal
@@ -41,7 +41,7 @@ def assert_same_result(run: Run, undisturbed: Run) -> None:
 
 @pytest.mark.slow
 def test_kill_9_before_every_single_touch_of_the_disk_loses_nothing(server, undisturbed, tmp_path):
-    """Not at random moments but at all of them: a run of two steps is killed before its first, second, ... call."""
+    """At every moment instead of random ones: a two-step run is killed before its first, second, ... call."""
     config, _ = undisturbed
     config = replace(config, train=replace(config.train, steps=2, eval_every=2))
     expected = train(config, tmp_path / "expected", show=False)
@@ -90,7 +90,7 @@ def test_a_second_sigint_ends_at_once(server, undisturbed, first, tmp_path):
 
 
 def test_a_second_sigint_ends_at_once_also_inside_one_long_instruction(tmp_path):
-    """A backward pass is one to Python, whose handlers wait for its end; a hash of many rounds does for it here."""
+    """To Python a backward pass is one instruction, and handlers wait for its end; here it is a hash of many rounds."""
     script = (
         "import hashlib; from tokendepth.training.loop import StopSignals\n"
         "with StopSignals(): print('in', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 500_000_000)"
@@ -101,7 +101,7 @@ def test_a_second_sigint_ends_at_once_also_inside_one_long_instruction(tmp_path)
         time.sleep(0.2)  # into the hash
         child.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
-            child.wait(0.5)  # the first one is a request
+            child.wait(0.5)  # the first one only requests a stop
         child.send_signal(signal.SIGINT)
         assert child.wait(5) == 130
 
@@ -125,7 +125,7 @@ def test_after_training_signals_are_as_they_were():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("validation", [1, 2, 4])
 def test_a_signal_during_validation_leaves_no_half_number(undisturbed, validation, number, tmp_path):
-    """It comes in the first of the batches, and the others are left out; the number over some of them is not kept."""
+    """The signal comes in the first batch and the others are left out; the loss over only some of them is not kept."""
     config, expected = undisturbed
     real, count = train_module.measure, 0
 

@@ -1,4 +1,4 @@
-"""Two torchrun launchers, as on two machines: a rank dies, then a launcher with its rank, and is replaced."""
+"""Two torchrun launchers, as on two machines: a rank dies, then a launcher with its rank, and both are replaced."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def config(tmp_path) -> RunConfig:
 
 @pytest.fixture
 def launch(config, tmp_path) -> Iterator[Callable[[str], subprocess.Popen]]:
-    # Without the variable, launchers that have restarted a different number of times do not find each other.
+    # Without the variable, launchers that restarted a different number of times do not find each other.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     launched = []
 
@@ -57,15 +57,15 @@ def test_after_one_of_two_launchers_died_another_joins_and_the_run_ends_in_the_s
 ):
     port = free_port()
     how = f"--nnodes 2 --nproc-per-node 1 --max-restarts 2 --rdzv-backend c10d --rdzv-endpoint localhost:{port}"
-    how += " --rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=5"  # who is silent for so many seconds is dead
+    how += " --rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=5"  # a launcher silent for 5 s is dead
     run = Run(tmp_path / "run")
     first = launch(how)
-    wait_until(lambda: listens(port))  # it keeps the rendezvous: with that one gone, nobody could join
+    wait_until(lambda: listens(port))  # it hosts the rendezvous, without which nobody could join
     second = launch(how)
     wait_until(lambda: saved_step(run))
     (rank,) = ranks(second)
     os.kill(rank, signal.SIGKILL)
-    wait_until(lambda: ranks(second) not in ([], [rank]))  # both launchers start their ranks again
+    wait_until(lambda: ranks(second) not in ([], [rank]))  # both launchers restart their ranks
     saved = saved_step(run)
     wait_until(lambda: saved_step(run) > saved)
     lost = [second.pid, *ranks(second)]

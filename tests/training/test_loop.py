@@ -1,4 +1,4 @@
-"""Training: it learns, it writes down what it did, and stopping anywhere leaves no trace in the result."""
+"""Training: it learns, it logs what it did, and interruptions do not change the result."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ METHODS = {"dense": DenseConfig(), "tsa": TSAConfig(depth_penalty=0.1)}
 
 
 class Stopped(Exception):
-    """Stands for whatever ends a process."""
+    """Stands in for anything that ends a process."""
 
 
 def quiet(config: RunConfig, out: Path, *, resume: bool = False) -> Run:
@@ -52,7 +52,7 @@ def assert_same_result(run: Run, undisturbed: Run) -> None:
 
 
 def stop_at(patch: pytest.MonkeyPatch, step: int, where: str = "step") -> None:
-    """End the training before step number `step` is taken, or before its result is saved."""
+    """Stop training before step number `step` is taken, or before its result is saved."""
     if where == "step":
         real = _Training._step
 
@@ -164,7 +164,7 @@ def test_the_weights_are_those_of_the_model(trained):
 
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_resuming_a_finished_run_changes_nothing(tmp_path, tensorboard, capsys):
-    """RELIABILITY 12: no file changes, none appears, and no folder."""
+    """RELIABILITY 12: no file or folder changes or appears."""
     if tensorboard:
         pytest.importorskip("tensorboard")
     config = tiny(tmp_path, steps=2, tensorboard=tensorboard)
@@ -173,7 +173,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, tensorboard, capsys):
     again = train(config, run.path, resume=True)
     assert again == run
     assert {**hashes(run.path), "times": [path.stat().st_mtime_ns for path in sorted(run.path.rglob("*"))]} == before
-    assert "finished already" in capsys.readouterr().err
+    assert "already finished" in capsys.readouterr().err
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path):
@@ -186,7 +186,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path):
 
 
 def test_accumulation_does_not_change_the_run(tmp_path):
-    """Without dropout; to the rounding that a few steps add up to."""
+    """Without dropout; up to the rounding that accumulates in a few steps."""
     runs = [quiet(tiny(tmp_path, accumulate=parts), tmp_path / str(parts)) for parts in (1, 2, 4)]
     for run in runs[1:]:
         for row, expected in zip(steady(run.metrics()), steady(runs[0].metrics()), strict=True):
@@ -201,7 +201,7 @@ def test_bfloat16_trains_and_keeps_its_weights_in_float32(tmp_path):
         for name in ("loss", "val_loss"):
             if name in expected:
                 assert row[name] != expected[name]
-                assert row[name] == pytest.approx(expected[name], rel=2**-7)  # bfloat16 has eight bits
+                assert row[name] == pytest.approx(expected[name], rel=2**-7)  # bfloat16 has eight bits of precision
 
 
 def test_nothing_is_printed_where_nothing_is_to_be_shown(tmp_path, capfd):
@@ -217,7 +217,7 @@ def test_nothing_is_printed_where_nothing_is_to_be_shown(tmp_path, capfd):
     ]
 
 
-# --- stopping and going on --------------------------------------------------------------------------------------------
+# --- stopping and resuming --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -318,7 +318,7 @@ def test_damaged_checkpoints_are_passed_over_in_one_line_each_and_the_end_is_the
 
 
 def test_a_run_that_lost_every_checkpoint_can_be_stopped_and_resumed_again(tmp_path):
-    """It starts at step 0 and must keep what it saves, though the damaged checkpoints are of later steps."""
+    """It starts at step 0 and must keep what it saves, although the damaged checkpoints are from later steps."""
     config = tiny(tmp_path, checkpoint_every=1)
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, 7)
@@ -427,10 +427,10 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path):
 
 @pytest.mark.parametrize("what", ["seed", "corpus"])
 def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(what, tmp_path):
-    """It has the right shapes and a good manifest; only what it carries of its run tells."""
+    """Its shapes and its manifest are right; only the run's files in it reveal the difference."""
     config = tiny(tmp_path)
     other = replace(config, train=replace(config.train, seed=1))
-    if what == "corpus":  # of the same vocabulary, at the same place
+    if what == "corpus":  # with the same vocabulary, in the same place
         other = config
     run = stopped_run(config, tmp_path / "run", 5)
     if what == "corpus":
@@ -481,7 +481,7 @@ def test_a_run_that_is_there_is_not_overwritten(tmp_path):
 
 
 def test_a_corpus_that_was_edited_since_is_not_resumed_on(tmp_path):
-    """The same characters, so the same vocabulary, but another text: the result would be neither run's."""
+    """The same characters, so the same vocabulary, but another text: the result would belong to neither run."""
     config = tiny(tmp_path, checkpoint_every=1)
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, 4)
@@ -522,7 +522,7 @@ def test_tensorboard_events_are_written_by_the_end(tmp_path):
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_the_tensorboard_writer_is_closed_however_the_run_ends(tmp_path, stopped):
-    """It writes in a thread that ends with the process: what is not closed may lose its last rows."""
+    """It writes in a thread that ends with the process: without closing it, the last rows may be lost."""
     pytest.importorskip("tensorboard")
     from torch.utils import tensorboard
 
@@ -549,7 +549,7 @@ def test_without_tensorboard_one_line_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_a_run_refused_for_want_of_tensorboard_leaves_the_folder_free(tmp_path, monkeypatch):
-    """The remedy, an install or the flag dropped, must be followed by the same --out without --resume."""
+    """After the remedy (installing it, or dropping the flag), the same --out must work without --resume."""
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torch.utils.tensorboard", None)
         refused(tiny(tmp_path, tensorboard=True), tmp_path / "run")
@@ -613,7 +613,7 @@ def test_what_all_ranks_refuse_is_said_once(tmp_path):
 
 
 def test_files_that_rot_while_a_run_trains_are_sealed_as_they_should_be(tmp_path, capsys):
-    """The manifest of a finished run must not vouch for a damaged file, or fail for want of one."""
+    """The manifest of a finished run must not vouch for a damaged file, nor fail because one is missing."""
     config = tiny(tmp_path)
     expected = quiet(config, tmp_path / "undisturbed")
     real = _Training._step
@@ -645,7 +645,7 @@ def test_a_finished_run_that_was_damaged_is_not_called_finished(tmp_path):
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path):
-    """Not even where the damage is done between the update and the checkpoint."""
+    """Not even if the damage happens between the update and the checkpoint."""
     config = tiny(tmp_path, checkpoint_every=1)
     expected = quiet(config, tmp_path / "undisturbed")
     real = _Training._save
@@ -676,7 +676,7 @@ def test_a_model_without_its_manifest_is_trained_again_and_not_in_silence(tmp_pa
     assert (run.path / "model.unverified.safetensors").exists()
 
 
-# --- what depends on how a batch is cut -------------------------------------------------------------------------------
+# --- what depends on how a batch is split -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -686,7 +686,7 @@ def test_a_model_without_its_manifest_is_trained_again_and_not_in_silence(tmp_pa
 )
 def test_a_statistic_over_parts_of_a_batch_is_said_and_kept(method, accumulate, said, tmp_path, capsys):
     run = train(tiny(tmp_path, method, steps=2, accumulate=accumulate), tmp_path / "run")
-    line = "budget takes the quantile of the routers' scores"
+    line = "budget computes the quantile of the routers' scores"
     assert (line in " ".join(capsys.readouterr().err.split())) == said
     assert ("taken_over_each_part" in run.env) == said
     if said:

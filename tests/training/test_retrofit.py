@@ -1,4 +1,4 @@
-"""Retrofit: the untouched model while gates are open, trained as asked, resumed exactly, an ordinary run at the end."""
+"""Retrofit: equals the untouched model while gates are open, resumes exactly, and ends as an ordinary run."""
 
 import shutil
 from dataclasses import replace
@@ -98,7 +98,7 @@ def test_open_gates_leave_the_untouched_model_to_the_bit(shape, method):
     expected, sites = dense(ids).logits, sum(site.routed for site in model.method.sites(1))
     opened = {"decisions": torch.ones(sites, *ids.shape, dtype=torch.bool)}
     assert torch.equal(model(ids, execution="hard", **opened).logits, expected)
-    if model.method.dial(shape, method) is not None:  # dice of a span have none
+    if model.method.dial(shape, method) is not None:  # a span with random decisions has no dial
         calibrate_on(model, ids[:1], 1.0)
         out = model(ids, execution="hard")
         assert torch.equal(out.logits, expected), "also on text that the thresholds were not found on"
@@ -123,7 +123,7 @@ def test_a_base_that_does_not_fit_is_refused():
         take_weights(lively(replace(SHAPE, d_ff=64), DenseConfig()), dense)
 
 
-# --- what is trained --------------------------------------------------------------------------------------------------
+# --- trained parameters -----------------------------------------------------------------------------------------------
 
 
 def trained_names(model: LanguageModel) -> set[str]:
@@ -184,7 +184,7 @@ def test_the_teachers_part_of_the_loss_by_hand():
     assert Teacher(dense, 0.0).blend(torch.tensor(8.0), told, logits, counted, torch.tensor(0.5)) == 8
 
 
-# --- what the router is told ------------------------------------------------------------------------------------------
+# --- targets of the router --------------------------------------------------------------------------------------------
 
 
 def test_the_gain_is_the_divergence_of_the_model_without_the_span_from_the_teacher():
@@ -393,7 +393,7 @@ def test_in_words(base):
 
 @pytest.mark.slow
 def test_a_model_is_taught_to_draft_for_itself(base, tmp_path):
-    """What it predicts with all of the span skipped comes nearer to what it predicts with none of it."""
+    """Its predictions with the whole span skipped become more similar to those with nothing skipped."""
     ids, distances = torch.from_numpy(data_of(base)), []
     for draft in (0.0, 1.0):
         options = {"budget": 1.0, "begin": 1, "length": 2, "draft": draft, "changes": {**STEPS, "train.steps": 24}}
@@ -408,7 +408,7 @@ def test_a_model_is_taught_to_draft_for_itself(base, tmp_path):
 
 
 def data_of(base: Run) -> np.ndarray:
-    """Some of its validation text."""
+    """Part of the run's validation text."""
     dataset = data.load(base.config.data)
     return dataset.train_batch(seed=1, step=0, batch_size=8, context=16)[0]
 

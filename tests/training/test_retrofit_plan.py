@@ -1,4 +1,4 @@
-"""What a budget comes to: blocks, shares of tokens and FLOPs; and what is refused, in one line."""
+"""From a budget to blocks, shares of tokens and FLOPs; and one-line errors for what is impossible."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -56,7 +56,7 @@ def test_the_share_of_tokens_is_that_of_the_flops(budget, length):
 
 
 def test_the_shares_of_the_first_numbers():
-    """FACTS of SmolLM2: 9 of 30 blocks taken by 49% are 0.857 of the block FLOPs; 4 dropped are 0.867."""
+    """SmolLM2: 9 of 30 blocks taken by 49% of tokens are 0.857 of the block FLOPs; dropping 4 leaves 0.867."""
     nine = replace(DENSE, method=_span(10, 9, 0.49, bypass=False))
     assert executed_share(nine, DENSE) == pytest.approx(0.857, abs=0.002)
     assert span_length(DENSE, 0.86) == 6
@@ -126,7 +126,7 @@ def test_the_command(base, tmp_path, capsys):
     out = tmp_path / "run"
     line = ["retrofit", str(base.path), "--budget", "0.8", "--length", "2", "--trains", "lora", "--out", str(out)]
     main([*line, "--train.steps", "2", "--train.device", "cpu"])
-    assert capsys.readouterr().out == f"finished: {out}; measure it with: tokendepth evaluate {out} --curve\n"
+    assert capsys.readouterr().out == f"finished: {out}; evaluate it with: tokendepth evaluate {out} --curve\n"
     config = Run.open(out).config
     assert config.retrofit is not None
     assert (config.retrofit.trains, config.train.steps, config.train.lr) == ("lora", 2, 1e-4)
@@ -155,7 +155,7 @@ def dense_of(text: str, folder, **changes) -> Run:
         ({"length": 2, "begin": 3}, "--begin is 3; expected 0 to 2, since the span has 2 of 4 blocks"),
         ({"method": "drop", "drop": 4}, "--drop is 4; expected 1 to 3 of the model's 4 blocks"),
         ({"method": "spam"}, "--method is 'spam'; did you mean 'span'?"),
-        ({"method": "dense", "length": 2}, "--length is of --method span, but the method is dense; drop it"),
+        ({"method": "dense", "length": 2}, "--length is an option of --method span, but the method is dense; drop it"),
         ({"method": "budget", "router": "kl"}, "--router is 'kl', but the method is budget; expected one of update"),
         ({"method": "drop", "router": "kl"}, "--router is 'kl', but the method is drop; it has no router; drop it"),
         ({"choose": "luck"}, "--choose is 'luck'; expected one of alike, loss"),

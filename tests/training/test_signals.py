@@ -1,4 +1,4 @@
-"""Every signal that ends a process and can be caught saves first; the others are left to whoever has a use for them."""
+"""Every signal that would end a process and can be caught saves first; the others are left alone."""
 
 import faulthandler
 import os
@@ -52,7 +52,7 @@ def test_a_signal_that_ends_a_process_saves_first(server, undisturbed, name, tmp
     assert_same_result(server.finish(config, tmp_path / "run"), expected)
 
 
-# Sends each signal to a process of its own that has every default action; prints those by which it ended.
+# Sends each signal to a separate process with default actions; prints those that ended it.
 ENDING = """
 import os, resource, signal, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -76,7 +76,7 @@ print(*map(int, ending_signals()))
 
 
 def test_none_is_forgotten():
-    """By experiment, not by a table: what ends a process is caught, but for crashes and what Python ignores."""
+    """By experiment: signals that end a process are caught, except crashes and those that Python ignores."""
     done = subprocess.run([sys.executable, "-c", ENDING], cwd=ROOT, capture_output=True, text=True, check=True)
     ends, caught = (set(map(int, line.split())) for line in done.stdout.splitlines())
     crashes = {getattr(signal, name) for name in CRASHES if hasattr(signal, name)}
@@ -87,7 +87,7 @@ def test_none_is_forgotten():
 
 @pytest.mark.parametrize("whose", ["ignored", "handler", "faulthandler"])
 def test_a_signal_that_somebody_has_a_use_for_is_theirs(whose, tmp_path):
-    """`nohup` ignores SIGHUP; a debugger's handler, written in C, is one that Python does not know of."""
+    """`nohup` ignores SIGHUP; Python does not know about a debugger's handler, which is written in C."""
     heard = []
     number = {"ignored": signal.SIGHUP}.get(whose, signal.SIGUSR1)
     with open(tmp_path / "traces", "w") as traces:
@@ -139,7 +139,7 @@ def test_a_signal_without_a_name_can_be_told(number):
     assert SweepStopped(number, "runs").exit_code == 128 + number
 
 
-# --- as it is typed ---------------------------------------------------------------------------------------------------
+# --- on the command line ----------------------------------------------------------------------------------------------
 
 LINE = "--model.d-model 32 --model.n-layer 3 --model.n-head 4 --model.d-ff 64 --model.context 16 --train.batch-size 4 "
 LINE += "--train.device cpu --train.checkpoint-every 1000000 --train.log-every 1 --train.eval-every 1000000 --resume"

@@ -1,4 +1,4 @@
-"""One optimiser step is the textbook's, however its batch was cut, and it is not taken on what is not finite."""
+"""An optimiser step matches the textbook, however its batch is split, and is not taken if anything is not finite."""
 
 import copy
 import math
@@ -23,13 +23,13 @@ VOCABULARY = 23
 DEPTH_PENALTY = 0.1
 METHODS = {"dense": DenseConfig(), "tsa": TSAConfig(depth_penalty=DEPTH_PENALTY)}
 NO_CLIP = 1e9
-# Sums of the same float32 terms in another order: one unit in the last place was measured.
+# Sums of the same float32 terms in another order; measured: one unit in the last place.
 ROUNDING = 8 * torch.finfo(torch.float32).eps
 CPU = torch.device("cpu")
 
 
 def config(method: str = "tsa", **changes) -> RunConfig:
-    # The corpus is never read here.
+    # The corpus is not read here.
     return tiny(Path(), METHODS[method], corpus="stdlib", vocab_size=VOCABULARY, **{"clip": NO_CLIP, **changes})
 
 
@@ -38,7 +38,7 @@ def optimiser(run: RunConfig) -> OptimiserStep:
 
 
 def batch(seed: int = 0, *, masked: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets; masked, each row has a number of targets of its own, and one has none."""
+    """Inputs and targets; if masked, rows have different numbers of targets, and one has none."""
     random = np.random.default_rng(seed)
     inputs, targets = (random.integers(0, VOCABULARY, (4, 16)) for _ in range(2))
     if masked:
@@ -48,7 +48,7 @@ def batch(seed: int = 0, *, masked: bool = True) -> tuple[np.ndarray, np.ndarray
 
 
 def plain_loss(model: LanguageModel, inputs: np.ndarray, targets: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Task and depth loss, as in a textbook: the mean over all targets, and the penalty on the mean gate."""
+    """Task and depth loss as in a textbook: the mean over all targets, and the penalty on the mean gate."""
     out = model(torch.from_numpy(inputs))
     task = F.cross_entropy(out.logits.flatten(0, 1), torch.from_numpy(targets).flatten(), ignore_index=-100)
     return task, out.losses.get("depth", torch.zeros(()))
@@ -65,7 +65,7 @@ def gradients(step: OptimiserStep) -> dict[str, Tensor]:
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor], part: str = "") -> float:
-    """The relative error of all gradients whose name holds `part`, taken as one vector."""
+    """The relative error of all gradients whose names contain `part`, as one vector."""
     names = [name for name in expected if part in name]
     assert names
     difference = torch.cat([(found[name].double() - expected[name].double()).flatten() for name in names])
@@ -73,7 +73,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor], part: str = 
 
 
 def snapshot(step: OptimiserStep) -> dict[str, np.ndarray]:
-    """A copy of the state: on a CPU the weights in it are the model's own memory."""
+    """A copy of the state, whose weights on a CPU are the model's own memory."""
     return {name: array.copy() for name, array in step.state().items()}
 
 
@@ -81,22 +81,22 @@ def same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
-# --- what is decayed --------------------------------------------------------------------------------------------------
+# --- weight decay -----------------------------------------------------------------------------------------------------
 
 
 def is_decayed(name: str) -> bool:
-    """The paper's appendix, spelt out: matrices of linear layers; no bias, norm or embedding."""
+    """As in the TSA paper's appendix: matrices of linear layers are decayed; biases, norms and embeddings are not."""
     matrices = ("qkv.weight", "out.weight", "up.weight", "down.weight", "router.hidden.weight", "router.logit.weight")
     return name.endswith(matrices)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_only_the_matrices_of_linear_layers_decay(method):
-    """With a gradient of zero all that AdamW does is decay."""
+    """With a zero gradient, AdamW only decays."""
     step = optimiser(config(method, weight_decay=0.5))
     with torch.no_grad():
         for parameter in step.parameters.values():
-            parameter.add_(1.0)  # biases start at zero, where a decay would not show
+            parameter.add_(1.0)  # biases start at zero, where decay would not be visible
     before = {name: p.detach().clone() for name, p in step.parameters.items()}
     step.sums.zero_()
     for group in step.adam.param_groups:
@@ -120,7 +120,7 @@ def test_every_parameter_is_in_exactly_one_group():
 
 
 def test_uniform_decay_leaves_nothing_out():
-    """MLX's reading of the paper: biases, norms and embeddings decay too; and its state survives a checkpoint."""
+    """MLX's reading of the TSA paper: biases, norms and embeddings decay, too; its state survives a checkpoint."""
     run = config(weight_decay=0.5, decay="all")
     step = optimiser(run)
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_the_learning_rate_given_is_the_one_applied():
     assert same_bits(*({k: v for k, v in s.items() if k.startswith("model.")} for s in (before, after)))
     step(*batch(), step=1, lr=0.01)
     moved = [np.abs(step.state()[name] - before[name]).max() for name in before if name.startswith("model.")]
-    # Adam moves a weight by about the learning rate at first.
+    # At first, Adam moves a weight by about the learning rate.
     assert 0.005 < max(moved) < 0.02
 
 
@@ -200,7 +200,7 @@ def test_loss_and_gradient_are_those_of_plain_autograd_however_the_batch_is_cut(
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_the_depth_penalty_reaches_the_routers_whatever_the_accumulation(accumulate):
-    """RELIABILITY 18. What the penalty adds to the routers' gradient is compared by itself too."""
+    """RELIABILITY 18. The penalty's part of the routers' gradient is also compared separately."""
     paid, free = (
         tiny(Path(), TSAConfig(depth_penalty=price), corpus="stdlib", vocab_size=VOCABULARY, clip=NO_CLIP)
         for price in (DEPTH_PENALTY, 0.0)
@@ -270,7 +270,7 @@ def test_steps_equal_those_of_torchs_adamw_on_the_papers_groups(method):
         if number == 0:
             apart = {name: float((p - named[name]).detach().abs().max()) for name, p in step.parameters.items()}
             assert max(apart.values()) <= 1e-6, apart
-    # Adam's division by small moments enlarges that rounding; a thousandth of the learning rate is still nothing else.
+    # Adam's division by small moments amplifies rounding; a thousandth of the learning rate is still only rounding.
     apart = {name: float((p - named[name]).detach().abs().max()) for name, p in step.parameters.items()}
     assert max(apart.values()) <= 1e-3 * 1e-2, apart
 
@@ -285,7 +285,7 @@ def test_dropout_is_a_function_of_seed_and_step_alone():
         return made(*batch(), step=step, lr=0.0).task
 
     first = loss(0)
-    torch.rand(7)  # whatever else has drawn from the generator
+    torch.rand(7)  # regardless of other draws from the generator
     assert loss(0) == first
     assert len({loss(0), loss(1), loss(0, seed=1)}) == 3
 
@@ -312,7 +312,7 @@ def test_nan_in_any_weight_stops_before_the_update(name):
     step = optimiser(config())
     step(*batch(1), step=0, lr=1e-2)  # so that there are moments to keep
     weight = step.parameters[name].data
-    # The row of a token that occurs and the position that is used; elsewhere any place will do.
+    # The row of a token that occurs, and a position that is used; in other tensors any place will do.
     weight.flatten()[int(batch()[0][0, 0]) * 32 if name == "embedding.weight" else 0] = math.nan
     message = refused(step, 3)
     assert "loss nan" in message
@@ -329,7 +329,7 @@ def test_infinity_in_a_weight_stops_before_the_update(name, value):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 def test_a_gradient_that_is_not_finite_stops_before_the_update_and_is_named(value, monkeypatch):
-    """1e30 is finite, its square is not: neither is the norm, so it cannot be clipped."""
+    """1e30 is finite, but its square and therefore the norm are not, so it cannot be clipped."""
     step = optimiser(config())
     step(*batch(1), step=0, lr=1e-2)
     add = step._add_gradient
@@ -407,7 +407,7 @@ def test_no_ranks_but_one_need_no_process_group(monkeypatch):
 
 
 def test_every_weight_and_gradient_is_aligned_in_its_buffer():
-    """Compiled code takes weights to be aligned; a GPU faults where they are not."""
+    """Compiled code expects aligned weights; a GPU faults if they are not."""
     step = optimiser(config("tsa"))
     first = min(p.data_ptr() for p in step.parameters.values())
     assert {(p.data_ptr() - first) % 256 for p in step.parameters.values()} == {0}
@@ -416,7 +416,7 @@ def test_every_weight_and_gradient_is_aligned_in_its_buffer():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("compiler")
-@pytest.mark.filterwarnings("default")  # the compiler's own warnings are none of ours
+@pytest.mark.filterwarnings("default")  # the compiler's own warnings are shown, but are not errors
 def test_a_compiled_step_computes_the_same_and_is_compiled_once():
     import torch._dynamo as dynamo
 

@@ -1,4 +1,4 @@
-"""A grid of runs: nothing is done twice, nothing stops the others, and a stop loses nothing."""
+"""A grid of runs: nothing is done twice, failures do not stop other runs, and stopping loses nothing."""
 
 import os
 import shutil
@@ -62,7 +62,7 @@ def test_a_bad_cell_is_refused_in_one_line(cell, named):
     [
         ("demo.dense --seeds 0", "--seeds is 0; expected 1 or more"),
         ("demo.dense --seeds -1", "--seeds is -1; expected 1 or more"),
-        ("demo.dense --seeds 100000000", "100,000,000 runs; at most 10,000 are taken at once; take fewer --seeds"),
+        ("demo.dense --seeds 100000000", "100,000,000 runs; expected at most 10,000; use fewer --seeds"),
         ("demo.dense:model.n-layer=1,2 --seeds 5001", "10,002 runs"),
         ("demo.dense --seeds two", "--seeds"),
         ("demo.dense --workers 0", "--workers is 0; expected 1 or more"),
@@ -83,7 +83,7 @@ def test_a_bad_option_is_refused_in_one_line_and_nothing_is_begun(words, says, t
 def test_the_largest_grid_is_not_refused(monkeypatch):
     monkeypatch.setattr(recipes, "LARGEST_GRID", 6)
     assert len(variants("demo.dense:model.n-layer=1,2", seeds=3)) == 6
-    with pytest.raises(UserError, match="a grid of 8 runs; at most 6"):
+    with pytest.raises(UserError, match="a grid of 8 runs; expected at most 6"):
         variants("demo.dense:model.n-layer=1,2", seeds=4)
 
 
@@ -130,7 +130,7 @@ def test_after_the_deadline_nothing_is_begun(tmp_path):
 def test_at_the_deadline_what_runs_is_saved(tmp_path, monkeypatch):
     long = tiny(tmp_path, method=DenseConfig(), steps=100_000, log_every=100)
     out, heard = tmp_path / "sweep", []
-    # However long a process takes to start here: the time is up once it trains.
+    # However long a process takes to start, its time is up as soon as it trains.
     monkeypatch.setattr(
         _Sweep, "_late", lambda self: (out / "long" / "metrics.jsonl").exists() and Run(out / "long").metrics()
     )
@@ -143,7 +143,7 @@ def test_at_the_deadline_what_runs_is_saved(tmp_path, monkeypatch):
 
 
 class Here(LocalPool):
-    """Trains in this process: for what a sweep decides to do, whoever does it."""
+    """Trains in this process, to test what a sweep decides, not who does the work."""
 
     def start(self, task, log):
         code = 0
@@ -179,9 +179,9 @@ def test_a_folder_of_another_config_is_a_failure_and_is_left_alone(here, tmp_pat
 
 
 def long_sweep(folder: Path) -> tuple[subprocess.Popen, Run]:
-    """A sweep in a process of its own whose one run trains by now."""
+    """A sweep in a separate process, whose only run has started to train."""
     cell = f"demo.dense:data.corpus={tiny(folder).data.corpus}:model.context=16:model.d-model=8:train.steps=4000"
-    cell += ":train.checkpoint-every=4000"  # what is saved earlier is saved because it was stopped
+    cell += ":train.checkpoint-every=4000"  # anything saved earlier is saved because of the stop
     words = [sys.executable, "-m", "tokendepth", "sweep", cell, "--seeds", "1", "--out", str(folder / "out")]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
     (name,) = variants(cell)
@@ -198,7 +198,7 @@ def test_a_stopped_sweep_saves_its_runs_and_goes_on(tmp_path):
     assert process.returncode == 130
     assert not is_alive(worker)
     assert words_said.splitlines()[-1].endswith(
-        f"every run in {tmp_path / 'out'} is saved; repeat the command to go on"
+        f"every run in {tmp_path / 'out'} is saved; repeat the command to continue"
     )
     checkpoint, _ = run.load_checkpoint()
     assert checkpoint is not None

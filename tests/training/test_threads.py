@@ -1,4 +1,4 @@
-"""A resumed run goes on with the CPU threads it began with: sums are cut by their number."""
+"""A resumed run keeps the number of CPU threads it began with, over which sums are split."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def trained(config: RunConfig, out: Path, number: int) -> Run:
 
 
 def test_the_number_of_threads_decides_about_the_last_bits(tmp_path):
-    """Else the tests below would show nothing."""
+    """Otherwise the tests below would prove nothing."""
     config = tiny(tmp_path)
     one, two, again = (trained(config, tmp_path / name, int(name[0])) for name in ("1", "2", "2-again"))
     assert weights(one) != weights(two)
@@ -62,7 +62,7 @@ def test_a_resumed_run_keeps_the_threads_it_began_with(begun, here, step, tmp_pa
     assert run.env["threads"] == begun
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "CPU threads" in line]
     assert line == (
-        f"{run.path}: it goes on with the {begun} CPU threads it began with, not with {here}: the result is the same"
+        f"{run.path}: it continues with the {begun} CPU threads it began with, not {here}: the result is the same"
     )
 
 
@@ -84,13 +84,13 @@ def test_an_older_run_that_did_not_note_its_threads_says_so(tmp_path, capsys, mo
         run = stopped_run(config, tmp_path / "run", 5)
     assert "threads" not in run.env
     assert train(config, run.path, resume=True).finished
-    assert "did not note its CPU threads: the result may differ in its last bits" in capsys.readouterr().err
+    assert "did not record its CPU threads: its last bits may differ" in capsys.readouterr().err
 
 
 def test_threads_that_cannot_be_had_are_told(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     assert module.keep_threads(7, 1) == (
-        "it began with 7 CPU threads and PyTorch keeps to 1: the result will differ in its last bits"
+        "it began with 7 CPU threads, but PyTorch uses 1: the last bits of the result will differ"
     )
 
 
@@ -101,13 +101,13 @@ def test_what_is_no_number_of_threads_is_none(begun):
     assert torch.get_num_threads() == 1
 
 
-# --- as it is typed ---------------------------------------------------------------------------------------------------
+# --- on the command line ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 def test_ranks_stop_at_the_same_step_and_go_on_in_the_same_bits_with_another_omp_num_threads(server, tmp_path):
-    """Asked are the second rank alone, then torchrun, which asks both, and which sets the variable to 1 by itself."""
+    """First only the second rank is asked to stop, then torchrun, which asks both and sets the variable to 1."""
     config = replace(tiny(tmp_path, steps=150, eval_every=10_000, checkpoint_every=10_000), recipe="demo.tsa")
     run, torchrun = Run(tmp_path / "run"), ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -118,7 +118,7 @@ def test_ranks_stop_at_the_same_step_and_go_on_in_the_same_bits_with_another_omp
         return subprocess.Popen(command, env={**environment, **threads}, stderr=subprocess.PIPE, text=True)
 
     def stopped(process: subprocess.Popen, name: str, ask: Callable[[], None]) -> str:
-        """Ask it to stop once it has gone on; returns what was said."""
+        """Ask it to stop once it has resumed; returns its output."""
         before = len(run.metrics())
         wait_until(lambda: len(run.metrics()) > before or process.poll() is not None)
         ask()
@@ -134,7 +134,7 @@ def test_ranks_stop_at_the_same_step_and_go_on_in_the_same_bits_with_another_omp
     stopped(first, "SIGHUP", lambda: os.kill(second_rank(first), signal.SIGHUP))
     again = start()
     said = stopped(again, "SIGTERM", again.terminate)
-    assert said.count("it goes on with the 2 CPU threads it began with, not with 1") == 1
+    assert said.count("it continues with the 2 CPU threads it began with, not 1") == 1
     undisturbed = server.finish(config, tmp_path / "undisturbed", do="together", world=2, threads=2)
     assert weights(server.finish(config, run.path, do="together", world=2)) == weights(undisturbed)
 

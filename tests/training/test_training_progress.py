@@ -1,4 +1,4 @@
-"""No part of a training is silent in a log, however long it takes: each waits here until it was told of."""
+"""No part of training is silent in a log, however long it takes: each part waits here until it is reported."""
 
 import contextlib
 import sys
@@ -35,7 +35,7 @@ def log(monkeypatch) -> Heard:
 
 
 def until_heard(log: Heard, pattern: str, real: Callable) -> Callable:
-    """`real`, which begins only when the log has a line with `pattern`."""
+    """`real`, but it begins only when the log has a line with `pattern`."""
 
     def waiting(*args: Any, **kwargs: Any) -> Any:
         log.wait_for(pattern)
@@ -66,7 +66,7 @@ def test_what_takes_long_is_told(owner, name, line, log, tmp_path, monkeypatch):
 
 
 def test_loading_pytorch_is_told(log, tmp_path, monkeypatch):
-    """From a slow disk it takes a minute; here it ends with an error, once it was told of."""
+    """From a slow disk this takes a minute; here it ends with an error, once it is reported."""
 
     class SlowDisk:
         def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
@@ -85,7 +85,7 @@ def test_loading_pytorch_is_told(log, tmp_path, monkeypatch):
 
 
 def test_a_long_step_is_told(log, tmp_path, monkeypatch):
-    """The fifth comes after a validation and a save, of which nothing is said any more."""
+    """The fifth step comes after a validation and a save, which are no longer mentioned."""
     real, told = OptimiserStep.finish, []
 
     def finish(self: OptimiserStep, *, lr: float) -> Any:
@@ -138,21 +138,21 @@ def test_each_batch_of_a_long_validation_is_told(log, tmp_path, monkeypatch):
 
 
 def test_a_long_calibration_is_told(log, tmp_path, monkeypatch):
-    """While training, that it takes place; at the end, where more text is looked at, also how far it is."""
+    """During training, only that it takes place; at the end, when it uses more text, also how far it is."""
     real = calibrate_module.calibrate_on
 
     def waiting(*args: Any) -> Any:
-        log.wait_for(r"4/8 steps, validating|finding the thresholds of budget 0.4: 0/\d passes of a block")
+        log.wait_for(r"4/8 steps, validating|finding thresholds for budget 0.4: 0/\d block passes")
         return real(*args)
 
     monkeypatch.setattr(calibrate_module, "calibrate_on", waiting)
     train(tiny(tmp_path, BudgetConfig()), tmp_path / "run")
     told = log.getvalue()
-    assert told.index("4/8 steps, validating") < told.index("finding the thresholds of budget 0.4")
+    assert told.index("4/8 steps, validating") < told.index("finding thresholds for budget 0.4")
 
 
 def test_the_others_of_several_ranks_are_quiet(log, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("tokendepth.training.loop.Ranks.join", lambda device: Ranks())  # nobody else to wait for
+    monkeypatch.setattr("tokendepth.training.loop.Ranks.join", lambda device: Ranks())  # no one else to wait for
     train(tiny(tmp_path), tmp_path / "run")
     assert log.getvalue() == ""
