@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import groupby
 
+from benchmarks.older import older
 from tokendepth.report.tables import piped
 from tokendepth.runs.results import Row
 
@@ -85,4 +86,4 @@ def _table(rows: list[Row]) -> str:
         ratios = f"{row['tokens_per_s']:,.0f}", f"{row['speedup']:.2f}x", f"{row['ceiling']:.2f}x"
         lines.append([f"{row['context']:,}", str(row["batch"]), f"{row['active_fraction']:.3f}", *times, *ratios])
     commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
-    return piped(lines) + f"\n{rows[0]['dtype']}; torch {rows[0]['torch']}, commit {commits}.\n"
+    return piped(lines) + f"\n{rows[0]['dtype']}; torch {rows[0]['torch']}, commit {commits}.\n" + older(rows)

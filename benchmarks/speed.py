@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from benchmarks import decode
+from benchmarks.older import older
 from tokendepth.report.tables import piped
 from tokendepth.runs.files import write_bytes
 from tokendepth.runs.results import Row, rows_so_far
@@ -144,7 +145,7 @@ def _table(rows: list[Row]) -> str:
     about = f"{rows[0]['dtype']}; torch {rows[0]['torch']}, commit {commits}"
     if count := len(rows[0].get("speedup_processes", ())):
         about += f"; for each batch size the median of {count} processes"
-    return piped(lines) + f"\n{about}.\n"
+    return piped(lines) + f"\n{about}.\n" + older(rows)
 
 
 def _line(row: Row) -> list[str]:
@@ -183,7 +184,7 @@ def headline(rows: list[Row]) -> str:
         lines.append(
             [run, label, f"{one['val_loss']:.4f}{part}", *(f"{100 * share:.1f}%" for share in skipped), *speed]
         )
-    return piped(lines)
+    return piped(lines) + older(rows)
 
 
 def _order(key: tuple, cells: dict, order: dict[str, int]) -> tuple:

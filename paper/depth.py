@@ -19,7 +19,7 @@ from paper import contenders, grid, tables
 from paper.contenders import DENSE, LONG, Contender, miniature
 from paper.evidence import by_experiment
 from paper.grid import Deadline, Progress, same, same_work
-from paper.outcomes import Outcomes
+from paper.outcomes import Outcomes, interpolate
 from paper.search import Search, Tried, wall_clock
 from paper.settings import Comparison, Setting
 from tokendepth.config import RunConfig, from_dict, override
@@ -240,9 +240,9 @@ def with_steps(found: Outcomes, times: Times) -> Outcomes:
 
 @dataclass(frozen=True)
 class Order:
-    """Two settings of a contender: by how much the second's validation loss is above the first's, short and long.
+    """Two settings of a contender: by how much the second's difference to dense models is above the first's.
 
-    None if the long run is missing.
+    On validation text, seed 0, at equal executed FLOPs, as in the search; None if the long runs are missing.
     """
 
     contender: Contender
@@ -253,8 +253,20 @@ class Order:
 
 
 def order(results: Path, *, quick: bool = False) -> list[Order]:
-    """Whether full length keeps the order of the search, by the last validation of each run."""
+    """Whether full length keeps the order of the search."""
     search, rows = Search.read(results, quick=quick), by_experiment(rows_so_far(results / ROWS))
+    dense = [one.config for one in entries(search, quick=quick) if one.setting.method == "dense"]
+    line = sorted(place for config in dense if (place := _after_long_run(rows, config)))
+
+    def difference(tried: Tried) -> float | None:
+        config = tried.contender.config(tried.value, tried.rate, LONG)
+        place = _after_long_run(rows, miniature(config) if quick else config)
+        if place is None or not line:
+            return None
+        flops, loss = place
+        beside = interpolate(line, flops)
+        return loss / beside - 1 if isinstance(beside, float) else None
+
     found = []
     for one in contenders.CONTENDERS:
         best, second = search.choice(one), runner_up(search, one)
@@ -262,15 +274,14 @@ def order(results: Path, *, quick: bool = False) -> list[Order]:
             best = min((t for t in search.tried[one] if t.value == "6 layers"), key=lambda t: t.loss, default=None)
         if one.name not in ORDER or best is None or second is None:
             continue
-        long = [_last_validation(rows, t, quick=quick) for t in (best, second)]
-        ratio = long[1] / long[0] - 1 if long[0] and long[1] else None
-        short = second.row["history"][-1]["val_loss"] / best.row["history"][-1]["val_loss"] - 1
-        first, other = (f"{t.value}, {t.rate:g}" for t in (best, second))
-        found.append(Order(one, first, other, short, ratio))
+        first, other = difference(best), difference(second)
+        long = None if first is None or other is None else other - first
+        names = (f"{t.value}, {t.rate:g}" for t in (best, second))
+        found.append(Order(one, *names, second.difference - best.difference, long))
     return found
 
 
-def _last_validation(rows: dict[str, dict[int, Row]], tried: Tried, *, quick: bool) -> float | None:
-    config = tried.contender.config(tried.value, tried.rate, LONG)
-    row = rows.get(same(miniature(config) if quick else config, seed=False), {}).get(0)
-    return row["history"][-1]["val_loss"] if row else None
+def _after_long_run(rows: dict[str, dict[int, Row]], config: RunConfig) -> tuple[float, float] | None:
+    """Executed FLOPs and the last loss on validation text, first seed; None if it has not run."""
+    row = rows.get(same(config, seed=False), {}).get(0)
+    return (row["evaluation"]["flops_per_token"], row["history"][-1]["val_loss"]) if row else None

@@ -27,7 +27,7 @@ def answer(
     first = (
         f"**{len(better)} of {len(routed)} routed models have a lower loss than dense models** with the same executed "
         f"FLOPs (enwik8 by bytes, width {contenders.MODEL.d_model}, {LONG:,} steps){f': {led}' if led else ''}. "
-        f"{'The others' if better else 'They'} match dense models or are worse."
+        f"{'The others' if better else 'They'} are worse, or show no clear difference."
     )
     if (thin := known.get(THIN.name)) and judge(thin) == "better":
         first += f" A thinner, deeper dense model gains as well ({_shown(thin)})."

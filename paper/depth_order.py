@@ -22,8 +22,8 @@ def kept(one: Order) -> bool | None:
 
 def short_and_long(found: list[Order]) -> str:
     words = (
-        f"The two best settings of some contenders after {SHORT:,} and {LONG:,} steps, seed 0: by how much the "
-        "second's validation loss is above the first's."
+        f"The two best settings of some contenders after {SHORT:,} and {LONG:,} steps, seed 0, on validation text: by "
+        "how much the second's difference to dense models with the same FLOPs is above the first's."
     )
     rows = []
     for one in found:

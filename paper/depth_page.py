@@ -23,12 +23,13 @@ from tokendepth.runs.results import rows_so_far
 HEAD = f"""\
 ## Setup
 
-All models use the same block (width 256, RMSNorm, rotary positions, SwiGLU, QK-norm), optimiser, batch size (64
-sequences of 256 bytes of enwik8) and number of steps ({LONG:,}, including {LONG // WARM_UP} of warm-up). They differ
-only in how they use depth. The number of layers is chosen so that every method executes about the FLOPs of six dense
-layers; most routed models therefore have more layers and more parameters. Budget routing is trained with one forward
-pass per step; its optional second pass hurt quality on this text. Choices were made on validation text. All losses in
-the tables of results are on the first {TOKENS:,} bytes of the **test** split, with tokens really skipped.
+All models use the same block (RMSNorm, rotary positions, SwiGLU, QK-norm; width 256 unless a row says otherwise),
+optimiser, batch size (64 sequences of 256 bytes of enwik8) and number of steps ({LONG:,}, including {LONG // WARM_UP}
+of warm-up). They differ only in how they use depth. The number of layers is chosen so that every method executes about
+the FLOPs of six dense layers (TSA, which takes no budget, executes more); most routed models therefore have more layers
+and more parameters. Budget routing is trained with one forward pass per step; its optional second pass hurt quality on
+this text. Choices were made on validation text. All losses in the tables of results are on the first {TOKENS:,} bytes
+(with BPE: tokens) of the **test** split, with tokens really skipped.
 
 `3 + 4 + 2 layers`: 3 blocks before the span, 4 in it and 2 after it. `not run`: no result yet. A dash: not timed, or
 nothing to compare with. [How to read the tables](#how-to-read-the-tables) is at the end. On Tiny-Shakespeare, without
@@ -43,8 +44,9 @@ SELECTED = (
 )
 NOTES = f"""\
 - **loss**: nats per byte with tokens really skipped; mean ± standard deviation over n seeds.
-- **dense, same FLOPs**: linear interpolation between dense models with 3, 4, 6, 8 and 12 layers and the same seeds. Up
-  to 3% beyond the ends the last one is used; further off it is `outside`.
+- **dense, same FLOPs**: linear interpolation between the dense models of the same scale and seeds. At the first scale
+  these have 3, 4, 6, 8 and 12 layers; at others fewer were trained, listed in the table there. Up to 3% beyond the ends
+  the last one is used; further off it is `outside`.
 - **verdict**: better or worse by more than two standard deviations over the seeds. A single seed is `undecided` up to
   {FAR:.0%}.
 - **FLOPs**: executed, per token, with routers and output head. Attention is counted over the full context, except for
@@ -202,8 +204,9 @@ def timed(found: Outcomes, made: list[Entry], results: Path, figures: dict[str, 
     words = (
         "One compiled training step of each model, with nothing else on the device: on a GPU in bfloat16 with a CUDA "
         "graph, on a CPU in float32 with `--train.compile on`. Losses are those of the tables above, for the same "
-        "models on every device. Models that were not timed on a device are left out. How they were timed is in the "
-        f"[log](LOG.md). Measured with: {measured_with(rows_so_far(results / TIMES))}."
+        "models on every device. Models that were not timed on a device are left out. How they were timed, and what "
+        "has become faster since, is in the [log](LOG.md). Measured with: "
+        f"{measured_with(rows_so_far(results / TIMES))}."
     )
     return "\n".join([f"{wrapped(words)}\n", *parts])
 
@@ -257,7 +260,7 @@ def inner_width(results: Path, *, quick: bool = False) -> str:
         f"{DECIDERS['rule'].capitalize()}, with blocks of other widths. One linear map projects tokens into the span "
         "and another projects their update back; the heads stay the same. All use the learning rate found for the "
         "span without maps. Two controls show what the maps do by themselves: inner width 256, and a dense model with "
-        "the same maps around two of its layers."
+        "the same maps around two of its layers. No learning rate was searched for models with maps."
     )
     found, made = spans.outcomes_of_widths(results, quick=quick)
     rows = _rows_beside(found, [entry for entry in made if entry.setting.method in (spans.RULE, spans.MAPPED)])
@@ -278,10 +281,10 @@ def grows(results: Path, *, quick: bool = False) -> str:
     points = [
         f"**Passes over the text.** {_readings()}",
         (
-            f"**BPE.** Span takes tokens that begin a word, signs and spaces: {spans.BPE.budget:g} of all. BPE models "
-            "are trained and evaluated on as many tokens as byte models, so on nearly three times the text (training "
-            "reads all of it twice). Their output head, which is in the FLOPs, costs a little more than a layer. So "
-            "compare differences across scales, not losses, although all are in nats per byte."
+            f"**BPE.** Span takes tokens that begin a word, signs and spaces: {spans.BPE.budget:g} of the training "
+            "text. BPE models are trained and evaluated on as many tokens as byte models, so on nearly three times the "
+            "text (training reads all of it twice). Their output head, which is in the FLOPs, costs a little more than "
+            "a layer. So compare differences across scales, not losses, although all are in nats per byte."
         ),
         (
             "**Long runs.** The only dense baseline of the longest runs has six layers and costs slightly more FLOPs "

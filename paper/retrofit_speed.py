@@ -5,6 +5,7 @@ A retrofitted run belongs to a base if its folder is called BASE-..., such as sm
 
 from pathlib import Path
 
+from benchmarks.older import older
 from paper.comparison import table, wrapped
 from paper.evidence import NOT_RUN
 from tokendepth.report.summary import DASH
@@ -31,7 +32,8 @@ def section(results: Path, base: str) -> str:
     if not lines:
         lines = [[NOT_RUN, *[""] * (len(titles) - 1)]]
     note = NOTE + (UNTIMED if any(line[1] == SHAPE for line in lines) else "")
-    return f"### Speed\n\n{wrapped(note)}\n\n{table(titles, lines, words=3)}"
+    rows = [row for name in ("forward", "decode") for row in _rows(results, base, name)]
+    return f"### Speed\n\n{wrapped(note)}\n\n{table(titles, lines, words=3)}{older(rows)}"
 
 
 def summary(results: Path, run: str) -> str:
@@ -42,12 +44,16 @@ def summary(results: Path, run: str) -> str:
 
 
 def _lines(results: Path, base: str, name: str, what: str) -> list[list[str]]:
+    return [_line(row, what) for row in _rows(results, base, name)]
+
+
+def _rows(results: Path, base: str, name: str) -> list[Row]:
     path = results / f"{name}.json"
     rows = [row for row in rows_so_far(path) if row["execution"] == "sparse"]
     own = [row for row in rows if (row["run"] or "").startswith(f"{base}-")]
     timed = {row["device"] for row in own}
     shape = [row for row in rows if row["shape"] == base and row["run"] is None and row["device"] not in timed]
-    return [_line(row, what) for row in sorted(own, key=_place) + sorted(shape, key=_place)]
+    return sorted(own, key=_place) + sorted(shape, key=_place)
 
 
 def _place(row: Row) -> tuple:

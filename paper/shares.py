@@ -48,7 +48,7 @@ class Shares:
 
 def off(found: list[Shares]) -> str:
     block, mean = max(one.off_in_a_block for one in found), max(one.off_in_the_mean for one in found)
-    return f"off by at most {block:.4f} in a single block, and by {mean:.4f} on average over blocks"
+    return f"off by at most {block:.4f} in a single block; the mean over blocks by at most {mean:.4f}"
 
 
 def older(found: list[Shares]) -> str:

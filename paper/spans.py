@@ -18,6 +18,7 @@ from statistics import mean
 
 from paper import contenders
 from paper.contenders import DATA, LONG, MODEL, WARM_UP, miniature
+from paper.depth import LAYERS as ALL_LAYERS
 from paper.depth import ROWS as BASE_ROWS
 from paper.depth import SEEDS, Entry, check_names, entries, fill_on_test, outcomes_of
 from paper.evidence import by_experiment
@@ -72,7 +73,10 @@ class Scale:
         )
 
 
-BASE, TWICE = Scale("width 256, context 256, 4,000 steps"), Scale("8,000 steps", steps=2 * LONG)
+BASE = Scale("width 256, context 256, 4,000 steps", layers=ALL_LAYERS)
+TWICE = Scale("8,000 steps", steps=2 * LONG)
+WIDE = Scale("width 512", width=512, layers=(*LAYERS, 12))
+WIDE_TWICE = Scale("width 512, 8,000 steps", width=512, steps=2 * LONG)
 SEVEN_TIMES = Scale("28,000 steps", steps=28_000, layers=(6,), routed=(RULE,))
 """Each run takes minutes, so the only dense baseline has six layers, which cost a little more than span."""
 FOURTEEN_TIMES = replace(SEVEN_TIMES, title="56,000 steps", steps=56_000)
@@ -85,10 +89,10 @@ validation split; 0.256 of bytes).
 """
 SCALES = (
     BASE,
-    Scale("width 512", width=512, layers=(*LAYERS, 12)),
+    WIDE,
     Scale("context 1,024", context=1024),
     TWICE,
-    Scale("width 512, 8,000 steps", width=512, steps=2 * LONG),
+    WIDE_TWICE,
     SEVEN_TIMES,
     FOURTEEN_TIMES,
     TWENTY_EIGHT_TIMES,

@@ -5,7 +5,7 @@ in the logarithm of the steps. Losses are means over the seeds that span and bot
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -46,13 +46,22 @@ class Reached:
     dense: Line
     steps: float
     bound: Bound
+    by_seed: tuple[tuple[float, Bound], ...]
+    """The steps of each seed, the fewest first."""
+
+    def shown_steps(self) -> str:
+        return self._with_range(lambda steps: f"{steps:,.0f}")
 
     def speed(self, times: Times) -> str:
         """Of span's training: the dense model's time over span's, if both were timed."""
         mine, theirs = (times.get(line.work) for line in (self.span, self.dense))
         if mine is None or theirs is None:
             return DASH
-        return f"{self.bound}{self.steps * theirs / (self.length * mine):.2f}x"
+        return self._with_range(lambda steps: f"{steps * theirs / (self.length * mine):.2f}x")
+
+    def _with_range(self, shown: Callable[[float], str]) -> str:
+        on_average, *seeds = (f"{bound}{shown(steps)}" for steps, bound in ((self.steps, self.bound), *self.by_seed))
+        return on_average if set(seeds) == {on_average} else f"{on_average} ({seeds[0]} to {seeds[-1]} by seed)"
 
 
 def lines(results: Path, *, quick: bool = False) -> list[Line]:
@@ -96,7 +105,11 @@ def _by_shared_seeds(span: Line, length: int, dense: Line, lengths: Iterable[int
         return None
     loss = mean(losses[seed] for seed in seeds)
     curve = {steps: mean(by_seed[seed] for seed in seeds) for steps, by_seed in among.items()}
-    return Reached(span, length, loss, len(seeds), dense, *steps_to(loss, curve))
+    by_seed = sorted(
+        (steps_to(losses[seed], {n: one[seed] for n, one in dense.losses.items() if seed in one}) for seed in seeds),
+        key=lambda one: (one[1] == ">", one[1] != "<", one[0]),
+    )
+    return Reached(span, length, loss, len(seeds), dense, *steps_to(loss, curve), tuple(by_seed))
 
 
 def steps_to(loss: float, curve: dict[int, float]) -> tuple[float, Bound]:
@@ -117,16 +130,16 @@ def section(results: Path, *, quick: bool = False) -> str:
     words = (
         f"How long a dense model must train to reach the loss that {DECIDERS['rule']} has after a given number of "
         "steps, relative to span's training time (steps times time per step): at 1.20x span is there 1.20 times as "
-        "fast. Losses are averaged over the n seeds that both models share. Between two lengths of its training, a "
-        "dense model's loss is interpolated linearly in the logarithm of the steps. That makes its time a little too "
-        "long, since losses fall faster at first. `>`: not reached in its longest training run. `<`: reached before "
-        "the end of its shortest. Only models that were trained that long are compared; deeper dense models might "
-        "need less time."
+        "fast. Losses are averaged over the n seeds that both models share; in brackets the lowest and highest of "
+        "these seeds. Between two lengths of its training, a dense model's loss is interpolated linearly in the "
+        "logarithm of the steps. That makes its time a little too long, since losses fall faster at first. `>`: not "
+        "reached in its longest training run. `<`: reached before the end of its shortest. Only models that were "
+        "trained that long are compared; deeper dense models might need less time."
     )
     rows = []
     for one in found:
         told = [one.speed(times) for times in devices.values()]
-        cells = [one.dense.title, f"{one.bound}{one.steps:,.0f}", *told]
+        cells = [one.dense.title, one.shown_steps(), *told]
         rows.append([f"{one.length:,}", f"{one.loss:.4f} (n={one.seeds})", *cells])
     about = ["steps of span", "loss of span", "dense model", "its steps to that loss"]
     titles = [*about, *(f"speed of span, {device}" for device in devices)]

@@ -54,6 +54,17 @@ def test_stdlib_takes_whole_files_by_path_and_leaves_out_the_rest(stdlib, monkey
     assert corpora.stdlib_text() == b"# a\n# b\n"
 
 
+def test_every_split_of_stdlib_has_text_of_every_module(stdlib):
+    """A budget's thresholds come from training text; validation text must not be of other modules."""
+    modules = {f"{letter}.py": 60 * (1023 * letter.encode() + b"\n") for letter in "abc"}
+    stdlib(modules)
+    assert sorted(corpora.stdlib_text()) == sorted(b"".join(modules.values())), "each line once"
+    data = load(DataConfig())
+    for split, lines in (("train", 48), ("val", 6), ("test", 6)):
+        text = data.tokenizer.decode(data.split_ids(split))
+        assert [text.count(1023 * letter + "\n") for letter in "abc"] == [lines] * 3, split
+
+
 def test_a_python_without_sources_is_told(stdlib):
     with pytest.raises(UserError, match=r"'stdlib', but .* has no .py files; choose another --data.corpus"):
         load(DataConfig())

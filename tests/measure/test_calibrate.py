@@ -14,10 +14,11 @@ import torch
 from tests.tiny import one_line, tiny, write_corpus
 from tokendepth import data
 from tokendepth.cli.main import main
-from tokendepth.config import BudgetConfig, TSAConfig
+from tokendepth.config import BudgetConfig, TSAConfig, override
 from tokendepth.errors import UserError
 from tokendepth.measure import calibrate
 from tokendepth.measure.evaluate import batches, evaluate, load_model, measure
+from tokendepth.recipes import recipe
 from tokendepth.runs.files import MANIFEST, sealed, write_json, write_sealed
 from tokendepth.runs.run import Run
 from tokendepth.training.loop import train
@@ -79,6 +80,19 @@ def test_a_curve_holds_every_budget_and_costs_rise_with_it(run):
     assert costs == sorted(costs)
     for point in curve:
         assert routed(point["sparse"]) == pytest.approx([point["budget"]] * 2, abs=0.01)
+
+
+@pytest.mark.slow
+def test_the_budget_holds_in_every_block_on_the_corpus_of_the_demo(tmp_path):
+    """Its modules differ from each other, so validation text must have some of each, as training text has."""
+    config = override(recipe("demo.budget"), {"train.steps": "40", "train.eval_every": "40"})
+    run = train(config, tmp_path / "run", show=False)
+    model, dataset = load_model(run, CPU), data.load(run.config.data)
+    calibrate.calibrate(model, dataset, 0.2)
+    for split in ("val", "test"):
+        text = batches(dataset, split, run.config.model.context, CPU)
+        found = measure(model, text, lambda ids: model(ids, execution="hard"))
+        assert found.depth.per_site == pytest.approx([1.0] + [0.2] * 5, abs=0.01), split
 
 
 @pytest.fixture(scope="module")

@@ -509,7 +509,8 @@ def test_scales_stay_apart_in_miniature():
 def test_dense_models_are_there_at_every_scale_and_doubling_is_told(searched):
     for scale in spans.SCALES:
         layers = [e.config.model.n_layer for e in spans.at_scale(searched, scale) if e.setting.method == "dense"]
-        assert layers == ([6, 4, 8, *([12] if scale.title == "width 512" else [])] if scale.routed is None else [6])
+        more = {spans.BASE: [3, 4, 8, 12], spans.WIDE: [4, 8, 12]}.get(scale, [4, 8] if scale.routed is None else [])
+        assert layers == [6, *more], scale.title
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
     assert spans.doublings(searched) == [], "not run"
     six = {scale.steps: spans.at_scale(searched, scale)[0].config for scale in spans.SCALES if scale.width == 256}
@@ -590,6 +591,18 @@ def test_a_time_to_a_loss_takes_all_seeds_that_the_lengths_around_it_share():
     assert found({0: 1.8}) == (1.8, 1, pytest.approx(20), "")
     assert found({0: 1.8, 1: 2.9}) == (1.8, 1, pytest.approx(20), ""), "with both seeds these lengths are not around it"
     assert found({0: 1.4, 1: 1.7}) == (1.4, 1, 80, ">")
+
+
+def test_a_time_to_a_loss_has_the_range_over_its_seeds():
+    """Seed 0 needs 20 steps; seed 1 had 1.9 after its longest training, 40 steps, so its 1.7 is not reached."""
+    losses = {10: {0: 2.0, 1: 2.2}, 40: {0: 1.6, 1: 1.9}, 80: {0: 1.2}}
+    dense = time_to_loss.Line("dense, 6 layers", "dense", "six", losses)
+    rule = time_to_loss.Line("rule", spans.RULE, "rule", {10: {0: 1.8, 1: 1.7}})
+    (one,) = time_to_loss.reached([dense, rule])
+    assert one.by_seed == ((pytest.approx(20), ""), (40, ">"))
+    assert (one.loss, one.seeds, one.bound) == (1.75, 2, "")
+    assert one.shown_steps() == "40 (20 to >40 by seed)"
+    assert one.speed({"six": 3.0, "rule": 6.0}) == "2.00x (1.00x to >2.00x by seed)"
 
 
 def test_time_to_a_loss_is_of_shared_seeds(searched):
@@ -749,16 +762,24 @@ def test_a_span_of_bpe_tokens_trains_in_miniature(name, tmp_path):
     assert row["evaluation"]["flops_per_token"] > head
 
 
+DENSE_ENDS = ("dense, 6 layers", "dense, 12 layers")
+
+
 def test_the_order_of_short_runs_is_checked_by_long_ones(searched):
     found = {one.contender.name: one for one in depth.order(searched)}
     assert found.keys() == set(depth.ORDER) & {one.name for one in CONTENDERS}
     assert found["mod"].long is None, "not run"
     best, second = Search.read(searched).tried[MOD][:2]
-    assert found["mod"].short == pytest.approx(second.loss / best.loss - 1)
-    runs = [made_up(MOD.config(t.value, t.rate, LONG), loss, SIX) for t, loss in ((best, 1.0), (second, 0.99))]
-    (searched / depth.ROWS).write_text(json.dumps(runs))
+    assert found["mod"].short == pytest.approx(second.difference - best.difference)
+    cheap, dear = (entry for entry in depth.entries(Search.read(searched)) if entry.setting.title in DENSE_ENDS)
+    line = [made_up(cheap.config, 2.0, SIX), made_up(dear.config, 1.0, 2 * SIX)]
+    runs = [
+        made_up(MOD.config(t.value, t.rate, LONG), loss, flops)
+        for t, loss, flops in ((best, 2.2, SIX), (second, 1.575, 1.5 * SIX))
+    ]
+    (searched / depth.ROWS).write_text(json.dumps([*line, *runs]))
     (mod,) = (one for one in depth.order(searched) if one.contender is MOD)
-    assert mod.long == pytest.approx(-0.01)
+    assert mod.long == pytest.approx(0.05 - 0.1), "dense models of its cost have 1.5, those of the first's cost 2"
     assert depth_order.short_and_long([mod]).rstrip().endswith("| no |")
 
 

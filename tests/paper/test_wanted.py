@@ -113,7 +113,7 @@ def test_a_share_that_was_not_held_is_named(tmp_path):
     found = runs(tmp_path, *(made_up(1.0, 9.0, s, budget=0.4, active=a) for s, a in enumerate((0.401, 0.385))))
     held = _held(within=0.01)(found)
     assert held is not None
-    words = "off by at most 0.0150 in a single block, and by 0.0150 on average over blocks"
+    words = "off by at most 0.0150 in a single block; the mean over blocks by at most 0.0150"
     assert (held.words, held.met, held.seeds) == (words, False, 2)
 
 
@@ -122,12 +122,15 @@ def test_a_share_that_was_not_held_is_named(tmp_path):
     [
         (
             {"budget": 0.4, "blocks": [0.42, 0.38, 0.4, 0.4, 0.4]},
-            "off by at most 0.0200 in a single block, and by 0.0000",
+            "off by at most 0.0200 in a single block; the mean over blocks by at most 0.0000",
         ),
-        ({"budget": 0.34, "active": 0.37, "layers": 12}, "off by at most 0.0300 in a single block, and by 0.0300"),
+        (
+            {"budget": 0.34, "active": 0.37, "layers": 12},
+            "off by at most 0.0300 in a single block; the mean over blocks by at most 0.0300",
+        ),
         (
             {"budget": 0.6, "active": 0.64, "routing": "random"},
-            "off by at most 0.0400 in a single block, and by 0.0400",
+            "off by at most 0.0400 in a single block; the mean over blocks by at most 0.0400",
         ),
     ],
 )

@@ -235,7 +235,10 @@ def test_nothing_of_a_request_is_logged(served: Served, capfd):
     ("words", "said"),
     [
         (["--port", "70000"], "--port is 70000; expected a number from 0 to 65535"),
-        (["--host", "no.such.host.invalid"], "--host is 'no.such.host.invalid'; expected a host name or address of this"),
+        (
+            ["--host", "no.such.host.invalid"],
+            "--host is 'no.such.host.invalid'; expected a host name or address of this",
+        ),
         (["--slots", "0"], "slots is 0; expected a number from 1 to 4096; set it with --slots"),
         (["--seconds", "nan"], "seconds is nan; expected a number from 0.1 to"),
     ],
