@@ -276,8 +276,8 @@ def order(results: Path, *, quick: bool = False) -> list[Order]:
             continue
         first, other = difference(best), difference(second)
         long = None if first is None or other is None else other - first
-        names = (f"{t.value}, {t.rate:g}" for t in (best, second))
-        found.append(Order(one, *names, second.difference - best.difference, long))
+        name, other_name = (f"{t.value}, {t.rate:g}" for t in (best, second))
+        found.append(Order(one, name, other_name, second.difference - best.difference, long))
     return found
 
 

@@ -1,5 +1,6 @@
 """The targets for routing on the bytes of enwik8, and the results; a target that was missed stays in the table."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,9 @@ def targets(results: Path, *, quick: bool = False) -> str:
 
 
 def _met(found: float, by_seed: Iterable[float], most: float) -> Verdict:
-    """Whether `found` is at most `most`."""
-    agree = all((seed <= most) == (found <= most) for seed in by_seed)
+    """Whether `found` is at most `most`; no seed: they cannot be told apart, so nothing is known of single ones."""
+    seeds = [(seed <= most) == (found <= most) for seed in by_seed]
+    agree = all(seeds) and bool(seeds)
     if found <= most:
         return "yes" if agree else "yes, on average"
     return "no" if agree else "no, on average"
@@ -138,12 +140,13 @@ def _learned(models: Models) -> Target:
 
 
 def _trained_enough(results: Path, *, quick: bool) -> Target:
-    """The doublings that gain little; if there are none, the last one."""
+    """The doublings from which on all gain little; if there are none, the last one."""
     words = "gain of the 6-layer dense model from doubling the steps, width 256, context 256"
     target, doubled = f"less than {LITTLE:.0%}", spans.doublings(results, quick=quick)
     if not doubled:
         return Target(words, target, NOT_RUN)
-    first, *later = [one for one in doubled if -one.test.mean < LITTLE] or doubled[-1:]
+    little = list(itertools.takewhile(lambda one: -one.test.mean < LITTLE, reversed(doubled)))
+    first, *later = little[::-1] or doubled[-1:]
     result = "; ".join(
         f"{_gain(one.test)} from {one.steps:,}{'' if one.test.std else ' (one seed)'}, {_gain(one.validation)} on "
         "validation text"

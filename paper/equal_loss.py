@@ -29,7 +29,7 @@ class Ratio:
     bound: bool = False
     """No dense model has such a low loss. This is relative to the best of them; a model that good would cost more."""
     by_seed: tuple[float, ...] = ()
-    """Each seed relative to its own dense models; empty if for some seed they all have a higher or a lower loss."""
+    """Each seed relative to its own dense models; empty if that is not known. One number if it is of all seeds."""
 
     def __str__(self) -> str:
         return f"{'<' if self.bound else ''}{self.value:.2f}"
@@ -75,13 +75,24 @@ def at_its_loss(found: Outcomes, entry: Entry, made: list[Entry], cost: Costs) -
     if loss.mean < line[0][0]:
         best = min(heights, key=heights.__getitem__)
         tells = line[0][0] == heights[best] and _costs_more(found, best, entry.setting)
-        return Ratio(mine / line[0][1], bound=True) if tells else None
+        value = mine / line[0][1]
+        return (
+            Ratio(value, bound=True, by_seed=(value,) if _always_better(found, entry, dense) else ()) if tells else None
+        )
     reached = interpolate(line, loss.mean, beyond=0.0)
     if reached == OUTSIDE:
         return OUTSIDE
     theirs = [_of_its_seed(found, one, dense, cost) for one in found.executed(entry.setting)]
     by_seed = () if OUTSIDE in theirs else tuple(mine / float(each) for each in theirs)
     return Ratio(mine / float(reached), by_seed=by_seed)
+
+
+def _always_better(found: Outcomes, entry: Entry, dense: list[Setting]) -> bool:
+    """Whether every seed has a lower loss than the dense models with that seed."""
+    best: dict[int, float] = {}
+    for one in (one for setting in dense for one in found.executed(setting)):
+        best[one.seed] = min(one.loss, best.get(one.seed, one.loss))
+    return all(one.loss < best.get(one.seed, 0.0) for one in found.executed(entry.setting))
 
 
 def _of_its_seed(found: Outcomes, one: Executed, dense: list[Setting], cost: Costs) -> float | str:

@@ -120,7 +120,7 @@ def steps_to(loss: float, curve: dict[int, float]) -> tuple[float, Bound]:
     if loss < curve[longest]:
         return longest, ">"
     line = sorted((height, math.log(steps)) for steps, height in curve.items())
-    return math.exp(float(interpolate(line, loss, beyond=0.0))), ""
+    return min(longest, math.exp(float(interpolate(line, loss, beyond=0.0)))), ""  # rounding could pass the longest
 
 
 def section(results: Path, *, quick: bool = False) -> str:
@@ -130,11 +130,11 @@ def section(results: Path, *, quick: bool = False) -> str:
     words = (
         f"How long a dense model must train to reach the loss that {DECIDERS['rule']} has after a given number of "
         "steps, relative to span's training time (steps times time per step): at 1.20x span is there 1.20 times as "
-        "fast. Losses are averaged over the n seeds that both models share; in brackets the lowest and highest of "
-        "these seeds. Between two lengths of its training, a dense model's loss is interpolated linearly in the "
-        "logarithm of the steps. That makes its time a little too long, since losses fall faster at first. `>`: not "
-        "reached in its longest training run. `<`: reached before the end of its shortest. Only models that were "
-        "trained that long are compared; deeper dense models might need less time."
+        "fast. Losses are averaged over the n seeds that all training runs behind a row share; in brackets the lowest "
+        "and highest of these seeds. Between two lengths of its training, a dense model's loss is interpolated "
+        "linearly in the logarithm of the steps. That makes its time a little too long, since losses fall faster at "
+        "first. `>`: not reached in its longest training run. `<`: reached before the end of its shortest. Only models "
+        "that were trained that long are compared; deeper dense models might need less time."
     )
     rows = []
     for one in found:

@@ -380,6 +380,7 @@ TRAIN = ["train", "shakespeare.tsa"]
         (["report"], ["no runs"]),
         (["report", "x", "--results", "tests"], ["tests is a folder", "name one: tests/results.json"]),
         (["sweep", "demo.tsa", "--results", "tests"], ["tests is a folder", "name one: tests/results.json"]),
+        (["sweep", "demo.tsa", "--results", "README.md/rows.json"], ["README.md"]),
         (["bench", "sleep"], ["sleep", "forward", "training"]),
         (["doctor", "who"], ["who", "options only"]),
     ],

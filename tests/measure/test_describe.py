@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.tiny import one_line
-from tokendepth.config import DenseConfig, ModelConfig, RunConfig, TrainConfig
+from tokendepth.config import DenseConfig, ModelConfig, RetrofitConfig, RunConfig, TrainConfig
 from tokendepth.errors import UserError
 from tokendepth.measure import describe
 
@@ -36,6 +36,14 @@ def test_a_model_that_does_not_fit_is_refused(memory):
         describe.check_fits(config(batch_size=1), CPU)
     said = "GiB for training, more than the 0.1 GiB of this machine's cpu; lower --model.d-model"
     assert said in one_line(error.value)
+
+
+def test_weights_that_are_not_trained_take_only_their_own_memory(memory):
+    memory(-1)
+    retrofit = RetrofitConfig(base="runs/base", sha256="0" * 64, trains="lora")
+    describe.check_fits(replace(config(batch_size=1), retrofit=retrofit), CPU)
+    with pytest.raises(UserError):
+        describe.check_fits(replace(config(batch_size=1), retrofit=replace(retrofit, trains="all")), CPU)
 
 
 def test_a_batch_that_does_not_fit_is_refused(memory):

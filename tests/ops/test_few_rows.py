@@ -153,6 +153,14 @@ def test_a_matrix_that_was_changed_is_packed_again(at_once):
         torch.testing.assert_close(linear(x, weight), 2 * before)
 
 
+@pytest.mark.parametrize("bias", [torch.arange(1024.0)[::2], torch.arange(512.0)], ids=["strided", "contiguous"])
+@torch.no_grad()
+def test_packed_with_a_bias_in_any_memory(bias, at_once):
+    weight, x = torch.randn(512, 256), torch.randn(4, 256)
+    with PackedMatrices([weight]).used():
+        torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_a_matrix_whose_memory_was_replaced_is_read_where_it_is_now(at_once):
     layer, x = torch.nn.Linear(256, 512, bias=False), torch.randn(4, 256)

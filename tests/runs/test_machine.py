@@ -59,6 +59,19 @@ def test_training_keeps_it_while_it_trains(tmp_path, monkeypatch):
     assert seen == [torch.device("cpu"), True]
 
 
+def test_memory_is_what_the_container_allows(tmp_path, monkeypatch):
+    limits, cpu = [tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"], torch.device("cpu")
+    monkeypatch.setattr(machine, "CONTAINER_LIMITS", tuple(map(str, limits)))
+    whole = machine.memory_bytes(cpu)
+    assert whole > 2**20, "no such files"
+    limits[0].write_text("max\n")
+    assert machine.memory_bytes(cpu) == whole
+    limits[1].write_text(f"{2**62}\n")
+    assert machine.memory_bytes(cpu) == whole
+    limits[0].write_text(f"{2**20}\n")
+    assert machine.memory_bytes(cpu) == 2**20
+
+
 def test_the_commit_is_that_of_the_package_or_the_one_that_is_told(tmp_path, monkeypatch):
     package = tmp_path / "package" / "__init__.py"
     package.parent.mkdir()

@@ -1,5 +1,7 @@
 """Only the engine's thread computes."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -33,6 +35,53 @@ def test_one_thread_makes_the_engine_and_steps(run, monkeypatch):
     service.worker.stop()
     assert len(seen) == 3
     assert len({*seen, threading.main_thread()}) == 2
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import torch
+from tokendepth.serve.worker import Worker
+
+def make():
+    os.kill(os.getpid(), signal.SIGINT)
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        torch.ones(500, 500) @ torch.ones(500, 500)
+
+try:
+    Worker(make, queue=1, seconds=1, metrics=None)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_ctrl_c_while_an_engine_is_made_ends_without_a_crash():
+    """An interpreter that ends while another thread computes aborts the process."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
+def test_penalties_of_a_large_vocabulary_start_no_threads():
+    """Handlers of requests prepare samplers, and only the engine's thread may compute on several cores."""
+    script = """
+import threading, torch
+from pathlib import Path
+from tokendepth.infer.sampling import Sampler, Sampling
+
+torch.set_num_threads(2)
+sampling = Sampling(repetition_penalty=2, presence_penalty=1, logit_bias={1: 1.0})
+before = len(list(Path("/proc/self/task").iterdir()))
+there = []
+def prepare():
+    Sampler(sampling, [1], 100_000, torch.device("cpu"))
+    there.append(len(list(Path("/proc/self/task").iterdir())))
+thread = threading.Thread(target=prepare)
+thread.start()
+thread.join()
+print(there[0] - before)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "1\n", "its own"
 
 
 def test_what_is_wrong_with_a_run_is_told_to_whoever_starts_its_service():

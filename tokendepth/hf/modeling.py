@@ -212,8 +212,8 @@ class TokenDepthForCausalLM(PreTrainedModel, GenerationMixin):
         longest = (generation_config.max_length or 0) - _padding_of(model_kwargs.get("attention_mask"))
         if longest - 1 > context:
             raise UserError(
-                f"max_length is {longest} tokens, but this model's context is {context}; set max_new_tokens or "
-                f"max_length so that there are {context + 1} or fewer with the prompt"
+                f"prompt and new tokens may be {longest} tokens, but this model's context is {context}; lower "
+                f"max_new_tokens or max_length to make them {context + 1} or fewer"
             )
         if model_kwargs.get("past_key_values") is not None or not generation_config.use_cache:
             prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]

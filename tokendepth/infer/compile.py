@@ -37,7 +37,7 @@ class PackedWeights(Wrapped):
     """A model whose weights are constants for the compiler, which prepacks them for matrix products.
 
     Thresholds are passed in at every call, so the budget can change at any time. Changed weights are packed again,
-    except after changes through `.data`, which do not update a tensor's version.
+    except if only some were changed without an update of their version: through `.data`, numpy or a fused optimiser.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -54,13 +54,14 @@ class PackedWeights(Wrapped):
             return self._run[0](*args, **kwargs)
 
 
-_packed: WeakKeyDictionary[LanguageModel, list[tuple[int, int]]] = WeakKeyDictionary()
-"""Weight addresses and versions at the last packing, by model: compiled code is shared between packings."""
+_packed: WeakKeyDictionary[LanguageModel, tuple[list[tuple[int, int]], list[float]]] = WeakKeyDictionary()
+"""Weight addresses, versions and the last norm's weights at the last packing: compiled code is shared by packings."""
 
 
 def _notice_changes(model: LanguageModel) -> None:
-    versions = [(weight.data_ptr(), weight._version) for weight in model.parameters()]
-    if _packed.get(model, versions) != versions:
+    # Fused optimisers do not update versions, but training changes all weights, so those of one norm tell.
+    state = [(weight.data_ptr(), weight._version) for weight in model.parameters()], model.norm.weight.tolist()
+    if _packed.get(model, state) != state:
         torch.compiler.reset()
         _packed.clear()
-    _packed[model] = versions
+    _packed[model] = state

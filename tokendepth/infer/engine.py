@@ -124,8 +124,8 @@ class Engine:
         self._captured = CapturedPass(self._decode_all, self.cache) if self._captures else None
         # A copy of the weights in the layout that products of few rows need, if there is enough memory.
         size = sum(weight.nbytes for weight in model.parameters())
-        plentiful = 4 * size <= memory_bytes(torch.device("cpu"))
-        self._matrices = PackedMatrices(model.parameters() if plentiful else ())
+        packs = not like.is_cuda and 4 * size <= memory_bytes(like.device)
+        self._matrices = PackedMatrices(model.parameters() if packs else ())
         self._vocabulary = tokenizer.vocab_size  # the model's own may be padded to a larger size
         self._slots: list[Request | None] = [None] * slots
         self._waiting: deque[Request] = deque()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,12 +91,12 @@ class Sampler:
         self._dice = torch.Generator().manual_seed(sampling.seed)
         self._seen = self._counts = self._bias = None
         if sampling.repetition_penalty != 1:
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._seen = _zeros(vocab_size, np.bool_, device)
             self._seen[list(prompt)] = True
         if sampling.presence_penalty or sampling.frequency_penalty:
-            self._counts = torch.zeros(vocab_size, device=device)
+            self._counts = _zeros(vocab_size, np.float32, device)
         if sampling.logit_bias:
-            self._bias = torch.zeros(vocab_size, device=device)
+            self._bias = _zeros(vocab_size, np.float32, device)
             values = [float(bias) for bias in sampling.logit_bias.values()]
             self._bias[[*sampling.logit_bias]] = torch.tensor(values, device=device)
 
@@ -125,6 +126,11 @@ class Sampler:
         if self._counts is not None:
             logits = logits - ask.frequency_penalty * self._counts - ask.presence_penalty * (self._counts > 0)
         return logits if self._bias is None else logits + self._bias
+
+
+def _zeros(size: int, dtype: type[np.generic], device: torch.device) -> Tensor:
+    """Made by numpy: torch fills long tensors on several cores, which only one thread of a server may (worker.py)."""
+    return torch.from_numpy(np.zeros(size, dtype)).to(device)
 
 
 def choose(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice]:

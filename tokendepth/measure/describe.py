@@ -43,7 +43,8 @@ def check_fits(config: RunConfig, device: torch.device, ranks: int = 1) -> None:
     model, there = config.model, memory_bytes(device)
     more = f"more than the {there / 2**30:,.1f} GiB of this machine's {device.type}"
     count = sum(p.numel() for p in outline(config).parameters())
-    weights = TRAINING_BYTES * count
+    some = config.retrofit is not None and config.retrofit.trains != "all"  # the others have no gradient
+    weights = (4 if some else TRAINING_BYTES) * count
     if weights > there:
         raise UserError(
             f"a model of {count:,} parameters needs {weights / 2**30:,.1f} GiB for training, {more}; "

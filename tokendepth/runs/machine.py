@@ -33,11 +33,19 @@ def choose_device(request: str, option: str = "--device") -> torch.device:
     return torch.device("cpu")
 
 
+CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Of both versions of Linux's control groups."""
+
+
 def memory_bytes(device: torch.device) -> float:
-    """Total memory of `device`; infinite if unknown."""
+    """Total memory of `device`, or what a container allows; infinite if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    for limit in CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such file; "max"
+            total = min(total, int(Path(limit).read_text()))
+    return total
 
 
 _keeping: set[object] = set()

@@ -25,6 +25,13 @@ def rows_so_far(path: Path) -> list[Row]:
     return read_rows(path) if path.exists() else []
 
 
+def check_can_add(path: Path) -> None:
+    """Raise UserError if rows cannot be added to the file at `path`, before hours of work; makes its folder."""
+    with disk_faults(path):
+        make_folder(path.parent)
+    rows_so_far(path)
+
+
 def add_rows(path: Path, rows: list[Row], identity: tuple[str, ...]) -> None:
     """Add `rows` to the file at `path`; a row with the same values of all `identity` keys is replaced."""
 

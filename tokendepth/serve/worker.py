@@ -5,6 +5,7 @@ every thread that ever did. If the helpers outnumber the cores, they sleep betwe
 and waking them takes half as long as the step itself (SmolLM2 on two cores).
 """
 
+import atexit
 import sys
 import threading
 import time
@@ -53,8 +54,13 @@ class Worker:
         self.engine: Engine
         made: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(make, made), name="engine", daemon=True)
-        self._thread.start()
-        made.result()
+        try:
+            self._thread.start()
+            made.result()
+        except KeyboardInterrupt:
+            self._stopping = True
+            atexit.register(self._thread.join)  # ending while another thread computes would abort the process
+            raise
         self._room = len(self.engine.cache.lengths) + queue
 
     # -- from any thread

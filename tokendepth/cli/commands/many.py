@@ -43,7 +43,7 @@ class Sweep:
 
         from tokendepth.recipes import variants
         from tokendepth.report import collect, terminal_table
-        from tokendepth.runs.results import rows_so_far
+        from tokendepth.runs.results import check_can_add
         from tokendepth.training.sweep import sweep
 
         if not self.grid:
@@ -51,7 +51,7 @@ class Sweep:
                 "sweep was given no recipes; expected at least one, as in: tokendepth sweep shakespeare.tsa"
             )
         if self.results:
-            rows_so_far(self.results)  # fails before hours of training if the file cannot be added to
+            check_can_add(self.results)
         configs = {}
         for cell in self.grid:
             configs |= variants(cell, self.seeds)

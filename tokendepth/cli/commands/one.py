@@ -230,11 +230,11 @@ class Report:
 
     def __call__(self) -> None:
         from tokendepth.report import build, collect
-        from tokendepth.runs.results import rows_so_far
+        from tokendepth.runs.results import check_can_add
         from tokendepth.runs.run import Run
 
         if self.results:
-            rows_so_far(self.results)  # fails before anything is written if the file cannot be added to
+            check_can_add(self.results)
         runs = [Run.open(path) for path in self.runs]
         print(build(runs, self.out, title=self.title))
         if self.results:

@@ -28,7 +28,8 @@ PATIENCE = 8
 class PackedMatrices:
     """Copies of matrices, packed for products with a few rows; each is made after its first few uses.
 
-    If a matrix is changed in place, it is packed again. Changes through `.data` cannot be detected.
+    If a matrix is changed in place, it is packed again. Changes through `.data` or numpy and by fused optimisers cannot
+    be detected.
     """
 
     def __init__(self, matrices: Iterable[Tensor]) -> None:
@@ -71,10 +72,11 @@ _used: ContextVar[PackedMatrices | None] = ContextVar("packed matrices", default
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `F.linear`, up to rounding."""
     rows = _few_rows(x, weight)
-    if not rows:
+    if not rows or (bias is not None and bias.dtype != weight.dtype):
         return F.linear(x, weight, bias)
     matrices = _used.get()
     if matrices is not None and (packed := matrices.of(weight)) is not None:
+        bias = bias if bias is None else bias.contiguous()
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     out, width = weight.shape
     pieces = torch.get_num_threads()
