@@ -170,3 +170,17 @@ def test_a_mistake_is_one_line(call, said, model, run):
         call(model, run)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: td.train("demo.span", "runs/x"), "config is 'demo.span'; expected a RunConfig, as td.recipe(NAME)"),
+        (lambda: td.build("demo.span"), "config is 'demo.span'; expected a RunConfig, as td.recipe(NAME) returns"),
+        (lambda: td.compile("runs/x"), "model is 'runs/x'; expected a model: td.load(RUN) or td.build(CONFIG)"),
+    ],
+)
+def test_a_name_where_an_object_is_needed_is_said_to_be(call, said):
+    with pytest.raises(TypeError) as error:
+        call()
+    assert said in str(error.value)

@@ -37,6 +37,7 @@ def build(config: RunConfig) -> LanguageModel:
     >>> round(sum(weight.numel() for weight in model.parameters()) / 1e6)
     10
     """
+    _check_config(config)
     if not config.model.vocab_size:
         config = loop.resolve(config, data.load(config.data))
     return methods.build(config)
@@ -53,6 +54,7 @@ def train(config: RunConfig, out: str | Path, *, resume: bool = False, show: boo
     >>> run.finished
     True
     """
+    _check_config(config)
     return loop.train(config, out, resume=resume, show=show)
 
 
@@ -347,7 +349,10 @@ def export(run: Run | str | Path, out: str | Path) -> Path:
 
 
 def compile(model: AnyModel) -> AnyModel:
-    """Compile a model for fast inference. The first call with a new input shape takes about ten seconds.
+    """Compile a model for fast inference.
+
+    The first call with a new input shape takes about ten seconds; on a CPU only the first single text, the first batch
+    and the first with padding do, since lengths may vary.
 
     >>> fast = td.compile(td.load("runs/tsa"))
     >>> type(fast).__name__
@@ -355,7 +360,14 @@ def compile(model: AnyModel) -> AnyModel:
     """
     if isinstance(model, TextModel):
         return TextModel(compiled(model.network), model.tokenizer)
+    if not isinstance(model, LanguageModel):
+        raise TypeError(f"model is {model!r:.100}; expected a model: td.load(RUN) or td.build(CONFIG)")
     return compiled(model)
+
+
+def _check_config(config: RunConfig) -> None:
+    if not isinstance(config, RunConfig):
+        raise TypeError(f"config is {config!r:.100}; expected a RunConfig, as td.recipe(NAME) returns")
 
 
 def _dense_run(model: Run | str | Path, out: Path) -> Run:

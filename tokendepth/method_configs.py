@@ -23,6 +23,9 @@ class MethodConfig:
     def check_retrofit(self) -> None:
         """A UserError if a finished dense model cannot be retrofitted with this method."""
 
+    def check_no_retrofit(self) -> None:
+        """A UserError if only a retrofit can have these options."""
+
 
 @dataclass(frozen=True)
 class DenseConfig(MethodConfig):
@@ -261,7 +264,8 @@ class SpanConfig(MethodConfig):
     length: int | None = None
     """Number of blocks in the span; by default, as many blocks follow it as precede it."""
     budget: float = 0.25
-    """Share of the tokens that take the span, above 0 and up to 1; 0 if a bypass replaces it for all tokens."""
+    """Share of the tokens that take the span, above 0 and up to 1; 0 if a bypass replaces it for all tokens. For rule:
+    about the share of word ends in your text, since training has room for 1.5 times as many in each sequence."""
     decide: Literal["score", "boundary", "gain", "entropy", "rule", "dice"] = "score"
     """Who takes the span, by: a learned score; boundary, learned as in H-Net; gain, a predicted cost of skipping;
     entropy of the next token as the state predicts it; rule, word ends; dice, random decisions."""
@@ -358,6 +362,9 @@ class SpanConfig(MethodConfig):
     def check_retrofit(self) -> None:
         expected = "None, since a retrofit starts from the base's blocks"
         check(self.width is None, "method.width", self.width, expected)
+
+    def check_no_retrofit(self) -> None:
+        check(self.gain != "teacher", "method.gain", self.gain, "loss or kl, since only a retrofit has a teacher")
 
 
 def check_positive(name: str, value: float) -> None:

@@ -49,12 +49,18 @@ def test_what_the_user_decided_stays(decided, expected, monkeypatch):
         (("sweep", "demo.dense"), "1000"),
         (("demo",), "1000"),
         (("retrofit", "run", "--out", "x"), "1000"),
+        (("evaluate", "run"), "1000"),
+        (("calibrate", "run", "--budget", "0.5"), "1000"),
+        (("generate", "run"), "1000"),
+        (("analyse", "run"), "1000"),
+        (("score", "run", "tasks"), "1000"),
         (("bench", "training"), "None"),
+        (("serve", "run"), "None"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
-def test_commands_that_train_decide_before_torch_is_imported(command, expected, tmp_path):
-    """Bench times what others get, too."""
+def test_commands_decide_before_torch_is_imported(command, expected, tmp_path):
+    """Bench times what others get, and a server should have its cores to itself."""
     environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run(
         [sys.executable, "-c", WHEN_TORCH_COMES, *command],

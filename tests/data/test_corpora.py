@@ -88,6 +88,7 @@ def test_bad_files_are_refused_each_in_its_own_words(tmp_path):
     (tmp_path / "short").write_text("ab")
     assert "no such file" in refused(tmp_path / "missing")
     assert "no such file" in refused(tmp_path / "short" / "below")
+    assert f"no such file in {Path.cwd()}; " in refused("elsewhere.txt")
     assert "a folder" in refused(tmp_path)
     assert "empty" in refused(tmp_path / "empty")
     assert "byte 2 is 0xfc" in refused(tmp_path / "latin")

@@ -272,4 +272,4 @@ def test_a_run_without_a_budget_is_told_so(tsa, capsys):
             main(words)
         assert stop.value.code == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
-        assert "tsa, which has no budget" in line
+        assert "has no budget to set, as its method tsa decides" in line

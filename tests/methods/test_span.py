@@ -434,6 +434,48 @@ def test_an_evaluation_tells_both_conventions_and_has_controls(ruled):
     assert found["controls"].keys() == {"random_decisions_hard"}, "there is no router that could be untrained"
 
 
+@pytest.mark.parametrize("knobs", [{"decide": "rule"}, {"decide": "boundary", "taught": 0.25}], ids=["rule", "taught"])
+def test_a_budget_without_room_for_the_word_ends_of_a_text_is_told(knobs):
+    """In training there are 1.5 * 0.25 * 16 = 6 rows; half of the sequences have 4 word ends and half have 10."""
+
+    def warning(**more):
+        method = method_of(span(**{"budget": 0.25, **knobs, **more}))
+        rule = method.decider if isinstance(method.decider, WordEnds) else method.rule
+        assert rule is not None
+        rule.ends[0] = True
+        return method.warning(ids)
+
+    ids = torch.ones(4, TIME, dtype=torch.long)
+    ids[:, :4] = 0
+    assert warning() is None, "there is room for all"
+    ids[:2, :10] = 0
+    said = warning()
+    assert "word ends are 43.8% of the tokens of this text, but method.budget is 0.25" in said
+    assert "room for 37.5% of a sequence, so 29% of word ends skip the span there" in said, "8 of 28"
+    assert said.endswith("set --method.budget 0.44")
+    assert warning(budget=0.44) is None
+    assert warning(anneal=0.5) is None, "which trains with room for everybody"
+    assert "word ends are 0.0% of the tokens" in method_of(span(**knobs)).warning(ids), "no vocabulary was read"
+
+
+def test_only_decisions_by_word_ends_are_checked_against_a_text():
+    assert method_of(span(decide="score")).warning(torch.zeros(4, TIME, dtype=torch.long)) is None
+
+
+def test_training_tells_of_a_budget_that_does_not_fit(tmp_path, capsys):
+    (tmp_path / "signs.txt").write_text("ab+-" * 1000)
+    config = tiny(tmp_path, SpanConfig(decide="rule"), corpus=f"text:{tmp_path / 'signs.txt'}", steps=1)
+    train(config, tmp_path / "run")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "word ends are 50.0% of the tokens of this text, but method.budget is 0.25" in said
+
+
+def test_only_a_retrofit_has_a_teacher(tmp_path):
+    with pytest.raises(UserError, match=r"method.gain is 'teacher'; expected loss or kl, since only a retrofit has"):
+        train(tiny(tmp_path, SpanConfig(decide="gain", gain="teacher")), tmp_path / "run", show=False)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_rule_has_no_dial_and_nothing_to_train():
     model = span(decide="rule")
     assert model.method.dial(model.config, model.method.config) is None

@@ -132,6 +132,7 @@ def test_the_page_says_what_it_must(report):
         "control: untrained router soft",
     ):  # fmt: skip
         assert part in text
+    assert "not which model is better" not in text, "5,000 steps"
     badges = [attrs for attrs in report[1].all("b") if attrs.get("class") == "badge"]
     assert len(badges) == 1
     styles = report[1].source
@@ -226,6 +227,12 @@ def test_many_runs_on_two_corpora(make_run, tmp_path):
     page = Page(build(runs, tmp_path / "out"))
     assert len(page.all("svg")) == 2 + 3 + 5
     assert all(f"run{i}" in page.text for i in range(5))
+
+
+def test_models_that_were_hardly_trained_are_not_judged(make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("tokendepth.report.page.SHORT", 5001)
+    page = Page(build([make_run("d", "dense", evaluation=dense_evaluation())], tmp_path / "out"))
+    assert "Trained for 5,000 steps or fewer: that shows how it works, not which model is better." in page.text
 
 
 def test_a_rebuilt_report_keeps_no_figure_of_the_old_one_and_no_other_file_is_touched(make_run, tmp_path):

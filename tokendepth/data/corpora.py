@@ -208,7 +208,7 @@ def read_tokenizer(tokens: str) -> BPETokenizer | CharTokenizer:
 
 def _regular_file(path: Path, said: str, remedy: str) -> int:
     """Its size. Anything but a regular file is rejected before it is read, since pipes and devices may never end."""
-    with _file_faults(said, remedy):
+    with _file_faults(said, remedy, "" if path.is_absolute() else f" in {Path.cwd()}"):
         facts = os.stat(path)
     if stat.S_ISDIR(facts.st_mode):
         raise UserError(f"{said}: a folder; name one file in it")
@@ -218,11 +218,11 @@ def _regular_file(path: Path, said: str, remedy: str) -> int:
 
 
 @contextlib.contextmanager
-def _file_faults(said: str, remedy: str) -> Iterator[None]:
+def _file_faults(said: str, remedy: str, where: str = "") -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{said}: no such file; {remedy}") from None
+        raise UserError(f"{said}: no such file{where}; {remedy}") from None
     except OSError as error:
         raise UserError(f"{said}: cannot be read ({error.strerror}); make it readable or name another file") from error
     except ValueError as error:

@@ -125,7 +125,7 @@ def check(run: Run, budget: float) -> None:
     check_budget("budget", budget)
     if not has_budget(run.config):
         name = method_name(run.config.method)
-        raise UserError(f"{run.path} is of method {name}, which has no budget to set; train one: shakespeare.budget")
+        raise UserError(f"{run.path} has no budget to set, as its method {name} decides; shakespeare.budget has one")
 
 
 def has_budget(config: RunConfig) -> bool:

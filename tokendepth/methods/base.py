@@ -107,6 +107,10 @@ class Method(nn.Module):
     def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
         """Receives the text of each token before training, for methods that decide by it; kept as a buffer."""
 
+    def warning(self, ids: Tensor) -> str | None:
+        """One line if the method's options do not suit training text like `ids`, `[batch, time]`."""
+        return None
+
     def set_progress(self, done: float) -> None:
         """Called before each training step with the share of steps done, for methods that change during training."""
 

@@ -101,6 +101,15 @@ class Span(ExactBuffers, Method):
         self.register_buffer("told", torch.tensor(0.0), persistent=False)
         self.set_progress(0.0)
 
+    def warning(self, ids: Tensor) -> str | None:
+        rule = self.decider if isinstance(self.decider, WordEnds) else self.rule
+        return None if rule is None else rule.warning(ids, self.knobs.budget, self._room)
+
+    @property
+    def _room(self) -> float:
+        """Rows per sequence in training, as a share of its tokens."""
+        return 1.0 if self.knobs.anneal else min(1.0, ROOM * self.knobs.budget)
+
     def set_progress(self, done: float) -> None:
         self.told.fill_(float(done < self.knobs.taught))
         self.skipping.fill_((1 - self.knobs.budget) * annealed(done, self.knobs.anneal))
@@ -243,7 +252,7 @@ class Span(ExactBuffers, Method):
         _, blocks, _ = self._stages()
         if self.knobs.replaced:
             return passed_by, torch.zeros_like(ranked, dtype=torch.bool)
-        chosen = Selected.above(ranked, threshold, 1.0 if self.knobs.anneal else ROOM * self.knobs.budget, ctx.valid)
+        chosen = Selected.above(ranked, threshold, self._room, ctx.valid)
         active = chosen.as_mask(ranked).bool()
         passing = Passing(self.knobs.carry, self.decider, active, score, threshold, ctx)
         if self.knobs.keys == "active":

@@ -29,6 +29,12 @@ SURE = 1e-3
 QUANTILE = "the quantile of the scores, which is the threshold while training"
 
 
+RAREST, COMMONEST = 0.02, 0.9
+"""Shares of word ends beyond which a text hardly consists of words with spaces or signs."""
+WITHOUT_ROOM = 0.05
+"""Share of word ends that may find no room in training before the user is told."""
+
+
 class Decider(nn.Module):
     statistic: str | None = QUANTILE
     """What training takes over a whole micro-batch, as in `Method.batch_statistic`."""
@@ -165,6 +171,24 @@ class WordEnds(Decider):
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         assert ctx.ids is not None
         return self.ends[ctx.ids].float()
+
+    def warning(self, ids: Tensor, budget: float, room: float) -> str | None:
+        """Of text like `ids`, in whose sequences a share `room` of the tokens can take the span in training."""
+        ends = self.ends[ids.to(self.ends.device)]
+        share = float(ends.float().mean())
+        if not RAREST < share < COMMONEST:
+            return (
+                f"word ends are {share:.1%} of the tokens of this text, which should have words with spaces or signs "
+                "after them (a byte of a character beyond ASCII counts as a letter); choose another --method.decide"
+            )
+        without = (ends.sum(1) - math.ceil(room * ends.shape[1])).clamp(min=0).sum() / ends.sum()
+        if without <= WITHOUT_ROOM:
+            return None
+        return (
+            f"word ends are {share:.1%} of the tokens of this text, but method.budget is {budget:g}: training has room "
+            f"for {room:.1%} of a sequence, so {without:.0%} of word ends skip the span there, and none at inference; "
+            f"set --method.budget {share:.2f}"
+        )
 
 
 class Dice(Decider):

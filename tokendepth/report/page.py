@@ -27,6 +27,8 @@ ENVIRONMENT = Environment(
 )
 
 
+SHORT = 1000
+"""Steps; losses after fewer say little about those after many."""
 METHODS = [(f"--method-{name.replace('_', '-')}", look) for name, look in {**LOOKS, "unknown": UNKNOWN}.items()]
 """CSS variables for the methods' colours, which differ between light and dark pages."""
 COLOURS = {"methods": METHODS, "active": " ".join(map(str, bytes.fromhex(ACTIVE[1:]))), "skipped": SKIPPED}
@@ -51,6 +53,7 @@ def render(
         paints={row.label: _paint(look.colour) for look, row in zip(looks(table), table, strict=True)},
         glossary=GLOSSARY,
         notes=notes(table),
+        short=steps if records and (steps := max(r.config.train.steps for r in records)) < SHORT else 0,
         figures=[inlined(drawing) for drawing in drawings],
         passages=[_passage(record, passage, maps) for record in records if (passage := record.passage)],
         records=[_provenance(record) for record in records],

@@ -20,6 +20,7 @@ from tokendepth import data
 from tokendepth.config import RunConfig, TrainConfig, method_name
 from tokendepth.data import Dataset
 from tokendepth.errors import Interrupted, UserError
+from tokendepth.measure.block_changes import sample
 from tokendepth.measure.calibrate import calibrate
 from tokendepth.measure.describe import check_fits
 from tokendepth.measure.evaluate import Batch, batches, measure
@@ -91,6 +92,8 @@ class _Training:
         self.run, self.writer = Run(out), None
         with ranks.agreeing():
             _check_batch(config.train, ranks.world)
+            if config.retrofit is None:
+                config.method.check_no_retrofit()
             summary_writer = _summary_writer() if config.train.tensorboard else None
             if ranks.rank == 0:  # loads first: it fills the cache that the other ranks share
                 with Progress(f"loading {config.data.corpus}", show=show and not console.is_terminal):
@@ -125,6 +128,8 @@ class _Training:
                     f"{method_name(self.config.method)} computes {statistic}, separately for each of {self._parts} "
                     "parts of a batch: gradients depend on the number of micro-batches and ranks"
                 )
+            if warning := self.model.method.warning(sample(self.dataset, self.config.model.context)[0]):
+                self._say(warning)
             alone = self.config.retrofit.routers_first if self.config.retrofit else 0.0
             self.optimiser_step = OptimiserStep(
                 self.model, config, self.device, self.ranks, begun.teacher, routers_first=alone

@@ -9,6 +9,7 @@ from typing import Literal
 import tyro
 
 from tokendepth.cli.commands.one import LOADING
+from tokendepth.cli.cores import share_cores
 from tokendepth.progress import Progress
 
 
@@ -30,6 +31,7 @@ class Analyse:
     """Where to run."""
 
     def __call__(self) -> None:
+        share_cores()
         from tokendepth.report.analysis import write_analysis
         from tokendepth.report.folder import check_extra
 

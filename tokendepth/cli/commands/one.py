@@ -150,6 +150,7 @@ class Evaluate:
     """Print one JSON object instead of a table."""
 
     def __call__(self) -> None:
+        share_cores()
         with Progress(LOADING):
             from tokendepth.measure import calibrate
             from tokendepth.measure.evaluate import evaluate, keeps
@@ -198,6 +199,7 @@ class Calibrate:
     """A text other than the run's own, as text:PATH."""
 
     def __call__(self) -> None:
+        share_cores()
         with Progress(LOADING):
             import torch
 
@@ -276,6 +278,7 @@ class Generate:
     that a draft processes."""
 
     def __call__(self) -> None:
+        share_cores()
         with Progress(LOADING):
             from tokendepth.infer.generate import generate
         from tokendepth.cli.shades import Shades

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from tokendepth.cli.commands.one import LOADING
+from tokendepth.cli.cores import share_cores
 from tokendepth.progress import Progress
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Score:
     """Print one JSON object instead of a table."""
 
     def __call__(self) -> None:
+        share_cores()
         with Progress(LOADING):
             from tokendepth.measure.tasks import score_run
         from tokendepth.runs.run import Run
