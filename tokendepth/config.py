@@ -235,7 +235,7 @@ class RunConfig:
             check(self.model.context >= needed, "model.context", self.model.context, expected)
         self.method.check_model(self.model)
         if self.retrofit is not None:
-            self.method.check_retrofit()
+            self.method.check_retrofit(True)
 
 
 # --- strict JSON ------------------------------------------------------------------------------------------------------

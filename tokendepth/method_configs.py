@@ -20,11 +20,8 @@ class MethodConfig:
     def check_model(self, model: "ModelConfig") -> None:
         """A UserError if this method does not work with that model."""
 
-    def check_retrofit(self) -> None:
-        """A UserError if a finished dense model cannot be retrofitted with this method."""
-
-    def check_no_retrofit(self) -> None:
-        """A UserError if only a retrofit can have these options."""
+    def check_retrofit(self, is_one: bool) -> None:
+        """A UserError if a retrofit cannot have this method and its options, or if only a retrofit can."""
 
 
 @dataclass(frozen=True)
@@ -359,12 +356,10 @@ class SpanConfig(MethodConfig):
         expected = f"at least {end}, since the span has blocks {self.begin} to {end - 1}, counted from 0"
         check(end <= model.n_layer, "model.n_layer", model.n_layer, expected)
 
-    def check_retrofit(self) -> None:
-        expected = "None, since a retrofit starts from the base's blocks"
-        check(self.width is None, "method.width", self.width, expected)
-
-    def check_no_retrofit(self) -> None:
-        check(self.gain != "teacher", "method.gain", self.gain, "loss or kl, since only a retrofit has a teacher")
+    def check_retrofit(self, is_one: bool) -> None:
+        teaches, widens = not is_one and self.gain == "teacher", is_one and self.width is not None
+        check(not teaches, "method.gain", self.gain, "loss or kl, since only a retrofit has a teacher")
+        check(not widens, "method.width", self.width, "None, since a retrofit starts from the base's blocks")
 
 
 def check_positive(name: str, value: float) -> None:

@@ -157,7 +157,7 @@ def test_without_a_text_one_line_says_so(command, llama, tmp_path, capsys):
     line = capsys.readouterr().err.strip().splitlines()[-1]
     expected = {
         "evaluate": "was imported without a corpus; name a text with --corpus text:PATH",
-        "calibrate": "which has no budget to set",
+        "calibrate": "has no budget to set, as its method",
         "bench": "is not evaluated; run: tokendepth evaluate",
         "train": "data.corpus is 'none': there is no text; name one with --data.corpus text:PATH",
     }

@@ -92,8 +92,7 @@ class _Training:
         self.run, self.writer = Run(out), None
         with ranks.agreeing():
             _check_batch(config.train, ranks.world)
-            if config.retrofit is None:
-                config.method.check_no_retrofit()
+            config.method.check_retrofit(config.retrofit is not None)
             summary_writer = _summary_writer() if config.train.tensorboard else None
             if ranks.rank == 0:  # loads first: it fills the cache that the other ranks share
                 with Progress(f"loading {config.data.corpus}", show=show and not console.is_terminal):
