@@ -88,7 +88,7 @@ def _rows(axes: Axes, rows: Sequence[Gap]) -> None:
         bar = None if spread is None or mean > WORST else [[spread], [min(spread, WORST - mean)]]  # not into words
         axes.errorbar([at], [height], xerr=bar, fillstyle=filled, **style_of)
         words = f"{mean:+.1%}" + (" \u2192" if mean > WORST else "")
-        axes.annotate(words, (1.02, height), xycoords=("axes fraction", "data"), va="center", color=colour)
+        axes.annotate(words, (1.04, height), xycoords=("axes fraction", "data"), va="center", color=colour)
     axes.set_yticks(range(len(rows)), [gap.label for gap in rows])
     axes.set_ylim(len(rows) - 0.3, -0.7)
     axes.grid(axis="y", visible=False)

@@ -17,7 +17,7 @@ from tokendepth.report.plots import Points, plot
 from tokendepth.report.summary import Stat
 
 TICKS = [n * 10**power for power in range(-3, 7) for n in (1, 2, 5)]
-SHADES = ("#cdd2d7", "#b3bac1", "#8c939b", "#6b737b", "#4b535b")
+SHADES = ("#b3bac1", "#a0a7af", "#8c939b", "#6b737b", "#4b535b")
 """Of dense models: the deeper, the darker."""
 
 

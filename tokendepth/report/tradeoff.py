@@ -55,7 +55,7 @@ def tradeoff(
             handle, above = _draw(axes, one, top, pale=not _shown(one, highlight))
             if _shown(one, highlight):
                 handles.setdefault(one.label, handle)
-                short = one.label.split(",")[0].removeprefix("early ")
+                short = one.label.split(",")[0]
                 outside += [(x, f"{short} {y:.2f}", one.colour) for x, y in above]
         low, high = axes.get_ylim()
         axes.set_ylim(low - 0.03 * (high - low), min(high, top))  # room for labels below
