@@ -74,11 +74,10 @@ def at_its_loss(found: Outcomes, entry: Entry, made: list[Entry], cost: Costs) -
         return None
     if loss.mean < line[0][0]:
         best = min(heights, key=heights.__getitem__)
-        tells = line[0][0] == heights[best] and _costs_more(found, best, entry.setting)
+        if line[0][0] != heights[best] or not _costs_more(found, best, entry.setting):
+            return None
         value = mine / line[0][1]
-        return (
-            Ratio(value, bound=True, by_seed=(value,) if _always_better(found, entry, dense) else ()) if tells else None
-        )
+        return Ratio(value, bound=True, by_seed=(value,) if _always_better(found, entry, dense) else ())
     reached = interpolate(line, loss.mean, beyond=0.0)
     if reached == OUTSIDE:
         return OUTSIDE
