@@ -381,6 +381,7 @@ TRAIN = ["train", "shakespeare.tsa"]
         (["report", "x", "--results", "tests"], ["tests is a folder", "name one: tests/results.json"]),
         (["sweep", "demo.tsa", "--results", "tests"], ["tests is a folder", "name one: tests/results.json"]),
         (["sweep", "demo.tsa", "--results", "README.md/rows.json"], ["README.md"]),
+        (["sweep", "demo.tsa", "--data.corpus", "text:a"], ["unknown option of sweep", "demo.tsa:data.corpus=text:a"]),
         (["bench", "sleep"], ["sleep", "forward", "training"]),
         (["doctor", "who"], ["who", "options only"]),
     ],

@@ -145,6 +145,8 @@ def _joined(
             raise UserError(unknown_option(_dotted(name), config, known))
         else:
             hint = did_you_mean(name, known) if known else "drop it"
+            if command == "sweep" and "." in name:  # an option of the runs
+                hint = f"write it behind each recipe, as in demo.tsa:{_dotted(name)}={text or 'VALUE'}"
             raise UserError(f"{name}: unknown option of {command}; {hint}")
     return joined
 
