@@ -322,7 +322,7 @@ class Passes:
 
 
 def _tell_of_depth(command: "Search | Depth | Spans | Times | Passes", study: "Callable[..., grid.Progress]") -> None:
-    from paper.depth_page import write
+    from paper import comparison, depth_page
 
     results = command.results
     if results is None:
@@ -330,7 +330,9 @@ def _tell_of_depth(command: "Search | Depth | Spans | Times | Passes", study: "C
         results = command.out / "results" if command.quick else Path("results")
     settings: dict[str, Any] = {f.name: getattr(command, f.name) for f in dataclasses.fields(command)}
     done = study(**{**settings, "results": results})
-    print(write(results, results.parent / "docs" / "WHERE_DEPTH_PAYS.md", quick=command.quick))
+    docs = results.parent / "docs"
+    print(comparison.write(results, docs / "COMPARISON.md", quick=command.quick))
+    print(depth_page.write(results, docs / "WHERE_DEPTH_PAYS.md", quick=command.quick))
     _tell(done)
 
 

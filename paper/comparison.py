@@ -1,10 +1,12 @@
-"""docs/COMPARISON.md and its figures, made from results/: who beats dense models when tuned, and two untuned tables.
+"""docs/COMPARISON.md and its figures, made from results/: all methods tuned alike, and two older tables, untuned.
 
 A setting without a row is `not run`.
 """
 
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paper.evidence import NOT_RUN, needs_report_extra, show
 from paper.outcomes import OUTSIDE, Outcomes
@@ -13,6 +15,9 @@ from paper.shares import off, older
 from tokendepth.report.summary import DASH, Stat
 from tokendepth.report.tables import piped
 from tokendepth.runs.files import disk_faults, write_bytes
+
+if TYPE_CHECKING:
+    from tokendepth.report.figures import Drawing
 
 HEAD = """\
 # Every method, compared
@@ -44,8 +49,8 @@ they control; further off it is `outside`.
 - **work skipped**: share of the method's own token-layer operations that were not executed.
 - **FLOPs**: executed, per token, with routers and output head.
 - **training PFLOPs**: for the whole run, forward and backward, counted as dispatched, in 10^15.
-- **K/V bytes**: keys and values per token in float32, in the cache after reading validation text; `of` gives the size
-  reserved by the cache if that is more, since its shapes are fixed.
+- **K/V bytes**: keys and values per token in float32, for the shares of tokens that the blocks processed on validation
+  text; `of` gives the size reserved by the cache if that is more, since its shapes are fixed.
 - **speed**: of a forward pass on a CPU without compiling, relative to the dense model with six layers; above 1 is
   faster. It depends on the number of threads and on compiling: [SPEED.md](SPEED.md) has two cores and a GPU.
 """
@@ -55,7 +60,8 @@ NOTES = """\
 - TSA and ACT take no budget, so two prices of depth are tried instead of two budgets.
 - Early exits are shown at the threshold whose work is closest to the budget for the first seed, whatever its loss.
 - Budget and random routing are trained with two forward passes per step at random budgets, so that one model serves
-  every budget. On enwik8 no method is, since both cost quality there ([log](LOG.md)).
+  every budget. On enwik8 no method is: there random budgets cost quality and the second pass gained nothing
+  ([log](LOG.md)).
 - `two passes` skips nothing: routers keep and weigh all tokens. Training takes two forward passes per step, whose
   predictions are drawn together, as for budget routing. `half the batch` is budget routing at the training cost of a
   dense step.
@@ -131,8 +137,8 @@ def _cells(outcomes: Outcomes, setting: Setting) -> list[str]:
     cost, costs = outcomes.cost(setting), outcomes.costs_of(setting)
     if cost is None or costs is None:
         return [setting.title, show(loss), *means, NOT_RUN, parameters, NOT_RUN, NOT_RUN]
-    stored, room = cost["kv_bytes_per_token"], cost["kv_bytes_reserved_per_token"]
-    kept = f"{stored:,.0f}" + (f" of {room:,.0f}" if stored < room else "")
+    stored, room = (_mean(outcomes.stat(setting, name), ",.0f") for name in ("kv_bytes", "kv_bytes_reserved"))
+    kept = stored if stored == room else f"{stored} of {room}"
     training, speed = f"{costs['training FLOPs'] / 1e15:.2f}", f"{cost['time']['speedup']:.2f}"
     return [setting.title, show(loss), *means, training, parameters, kept, speed]
 
@@ -221,16 +227,25 @@ def _timed(outcomes: Outcomes) -> str:
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
     """Write the page to `path` and its figures to `figures/` next to it; a figure without numbers is not drawn."""
     with needs_report_extra(results):
-        from paper import depth_page
-        from paper.tradeoffs import draw
+        from paper import depth, tuned
+        from paper.tradeoffs import EXECUTED, TRAINED, draw
 
-    outcomes = Outcomes.read(results, SHAKESPEARE, quick=quick)
-    folder, shown = path.parent / "figures", ""
+    outcomes, (study, _) = Outcomes.read(results, SHAKESPEARE, quick=quick), depth.outcomes(results, quick=quick)
+    drawn = {axis.name: draw(study, split="test", axis=axis) for axis in (EXECUTED, TRAINED)}
+    figures = write_figures({**drawn, "shakespeare": draw(outcomes)}, path.parent / "figures")
+    about_study = tuned.section(results, figures, quick=quick)
+    write_bytes(path, document(outcomes, figures.get("shakespeare", ""), about_study).encode())
+    return path
+
+
+def write_figures(drawings: Mapping[str, "Drawing | None"], folder: Path) -> dict[str, str]:
+    """Write each figure that has numbers to `folder`, as SVG and PNG; the Markdown that shows it, by its key."""
     with disk_faults(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    if drawing := draw(outcomes):
-        write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
-        write_bytes(folder / f"{drawing.name}.png", drawing.png)
-        shown = picture(drawing.name, drawing.caption)
-    write_bytes(path, document(outcomes, shown, depth_page.in_short(results, quick=quick)).encode())
-    return path
+    shown = {}
+    for key, drawing in drawings.items():
+        if drawing is not None:
+            write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
+            write_bytes(folder / f"{drawing.name}.png", drawing.png)
+            shown[key] = picture(drawing.name, drawing.caption)
+    return shown

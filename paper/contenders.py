@@ -3,7 +3,8 @@
 All are trained on the bytes of enwik8 with the same block, optimiser and batches. Each value of a knob comes with the
 number of layers at which the method executes about the FLOPs of six dense layers, so that no method is chosen for
 spending more. Only a learning rate and a knob are chosen, by `search.py`; everything else is the method's default. All
-train with one forward pass per step: only budget routing has a second one, and on this text it hurt (docs/LOG.md).
+train with one forward pass per step: only budget routing has a second one, and on this text it gained nothing
+(docs/LOG.md).
 """
 
 from dataclasses import dataclass, replace

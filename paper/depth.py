@@ -158,11 +158,11 @@ def fill_on_test(
 
 
 def _costs(run: Run) -> Row:
-    """The columns of a row besides its evaluation; keys and values only for the first seed, on this CPU."""
+    """The columns of a row besides its evaluation."""
     first = replace(run.config, train=replace(run.config.train, seed=0))
     narrower = _full_rows(run) - (run.evaluation or {})["flops_per_token"]
     found: Row = {"training_flops_per_token": _training_flops(first), "narrower_rows_flops_per_token": narrower}
-    return found | wall_clock(run) | (_keys_and_values(run) if run.config == first else {})
+    return found | wall_clock(run)
 
 
 def _full_rows(run: Run) -> float:
@@ -178,18 +178,6 @@ def _training_flops(config: RunConfig) -> float:
     from tokendepth.measure.flops import training_flops
 
     return training_flops(config)
-
-
-def _keys_and_values(run: Run) -> Row:
-    import torch
-
-    from paper.costs import BATCH, cached
-    from tokendepth import data
-    from tokendepth.measure.evaluate import batches, load_model
-
-    cpu, dataset = torch.device("cpu"), data.load(run.config.data)
-    ids = next(batches(dataset, "test", run.config.model.context, cpu))[0][:BATCH]
-    return cached(load_model(run, cpu), ids)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

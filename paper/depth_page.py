@@ -1,23 +1,19 @@
-"""docs/WHERE_DEPTH_PAYS.md, made from results/: an answer, targets, how all were tuned, and test losses."""
+"""docs/WHERE_DEPTH_PAYS.md, made from results/: an answer, targets, time, equal loss, and other scales."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from paper import contenders, search, spans, time_to_loss
-from paper.comparison import FAR, judge, picture, table, verdicts, wrapped
-from paper.contenders import DECIDERS, DENSE, LONG, SHORT, SPAN_DICE, WARM_UP, Contender
-from paper.depth import PASSES, TIMES, TOKENS, Entry, measured_with, order, outcomes, step_times, with_steps
+from paper import spans, time_to_loss
+from paper.comparison import FAR, table, verdicts, wrapped, write_figures
+from paper.contenders import DECIDERS, LONG, SPAN_DICE, WARM_UP
+from paper.depth import PASSES, TOKENS, measured_with, order, outcomes, step_times, with_steps
 from paper.depth_answer import answer
-from paper.depth_order import between_contenders, ranks, short_and_long
+from paper.depth_tables import FULL_CONTEXT, per_byte, timed
 from paper.depth_targets import targets
 from paper.equal_loss import all_models, drawn_decisions, pass_times, shown, speed
-from paper.evidence import BITS, NOT_RUN, needs_report_extra, show
-from paper.outcomes import OUTSIDE, Cost, Outcomes
-from paper.search import Search
-from tokendepth.data.fetch import PUBLISHED
-from tokendepth.report.summary import DASH, Stat
-from tokendepth.runs.files import disk_faults, write_bytes
+from paper.evidence import needs_report_extra, show
+from paper.scales import grows, inner_width
+from tokendepth.runs.files import write_bytes
 from tokendepth.runs.results import rows_so_far
 
 HEAD = f"""\
@@ -27,21 +23,16 @@ All models use the same block (RMSNorm, rotary positions, SwiGLU, QK-norm; width
 optimiser, batch size (64 sequences of 256 bytes of enwik8) and number of steps ({LONG:,}, including {LONG // WARM_UP}
 of warm-up). They differ only in how they use depth. The number of layers is chosen so that every method executes about
 the FLOPs of six dense layers (TSA, which takes no budget, executes more); most routed models therefore have more layers
-and more parameters. Budget routing is trained with one forward pass per step; its optional second pass hurt quality on
-this text. Choices were made on validation text. All losses in the tables of results are on the first {TOKENS:,} bytes
-(with BPE: tokens) of the **test** split, with tokens really skipped.
+and more parameters. All are trained with one forward pass per step. (Budget routing has an optional second one, which
+gained nothing on this text in earlier models, see the [log](LOG.md).)
+
+All were tuned with the same small search on validation text:
+[COMPARISON.md](COMPARISON.md#how-models-were-tuned) has its rule and what it chose. All losses below are on the first
+{TOKENS:,} bytes (with BPE: tokens) of the **test** split, with tokens really skipped.
 
 `3 + 4 + 2 layers`: 3 blocks before the span, 4 in it and 2 after it. `not run`: no result yet. A dash: not timed, or
-nothing to compare with. [How to read the tables](#how-to-read-the-tables) is at the end. On Tiny-Shakespeare, without
-tuning: [COMPARISON.md](COMPARISON.md).
+nothing to compare with. [How to read the tables](#how-to-read-the-tables) is at the end.
 """
-SAME = 0.001
-"""FLOPs that differ by less are the same by both conventions."""
-FULL_CONTEXT = "difference, full context"
-SELECTED = (
-    f"Losses are on validation text after {SHORT:,} steps. The difference is relative to dense models with the same "
-    "FLOPs; `second best` is that of the runner-up."
-)
 NOTES = f"""\
 - **loss**: nats per byte with tokens really skipped; mean ± standard deviation over n seeds.
 - **dense, same FLOPs**: linear interpolation between the dense models of the same scale and seeds. At the first scale
@@ -53,7 +44,7 @@ NOTES = f"""\
   methods that pack tokens into a shorter sequence (span): there it is counted over that sequence. The column
   "{FULL_CONTEXT}" shows the difference if it were counted over the full context.
 - **training FLOPs**: per token, forward and backward, counted as dispatched; all models train on as many tokens.
-- **K/V bytes**: keys and values per token in float32, in the cache after reading test text; first seed.
+- **K/V bytes**: keys and values per token in float32, for the shares of tokens that the blocks processed on this text.
 - `random routing` has the budget, layers and learning rate chosen for budget routing, with random decisions;
   `{SPAN_DICE}` has those of `{DECIDERS["rule"]}`.
 - `+changes` after a commit: measured on a working tree that differed from that commit.
@@ -63,25 +54,18 @@ NOTES = f"""\
 """
 
 
-def document(results: Path, figures: dict[str, str], *, quick: bool = False) -> str:
-    """The whole page; `figures` are Markdown, by the name of their x axis."""
-    (found, made), searched = outcomes(results, quick=quick), Search.read(results, quick=quick)
-    ranked, orders = ranks(found, made, searched), order(results, quick=quick)
+def document(results: Path, figures: Mapping[str, str], *, quick: bool = False) -> str:
+    """The whole page; `figures` are Markdown, by name."""
+    found, made = outcomes(results, quick=quick)
+    tables = "The tables behind this, at equal executed and at equal training FLOPs: [COMPARISON.md](COMPARISON.md)."
     parts = [
         "# Where depth pays\n",
-        answer(results, found, made, ranked, orders, quick=quick),
+        answer(results, found, made, order(results, quick=quick), quick=quick),
         HEAD,
         f"## Targets and results\n\n{targets(results, quick=quick)}",
-        f"## How models were tuned\n\n{rule()}",
-        f"### What was tuned\n\n{knobs()}",
-        f"### Selected settings\n\n{wrapped(SELECTED)}\n\n{choices(searched)}",
-        f"### Do short runs predict long ones?\n\n{short_and_long(orders)}",
-        between_contenders(ranked),
-        f"## At equal executed FLOPs\n\n{figures.get('gaps', '')}\n{executed(found, made)}",
+        f"## Every method, at equal executed FLOPs\n\n{figures.get('gaps', '')}",
         verdicts(found) if made else "",
-        figures.get("", ""),
-        f"## At equal training FLOPs\n\n{trained(found, made)}",
-        figures.get("training", ""),
+        f"{wrapped(tables)}\n",
         f"## At equal training time\n\n{timed(found, made, results, figures)}",
         f"## Training time to a given loss\n\n{time_to_loss.section(results, quick=quick)}",
         figures.get("time to a loss", ""),
@@ -93,124 +77,6 @@ def document(results: Path, figures: dict[str, str], *, quick: bool = False) -> 
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 
-def in_short(results: Path, *, quick: bool = False) -> str:
-    """For another page: who beats dense models, and how all were tuned."""
-    found, _ = outcomes(results, quick=quick)
-    if not (who := verdicts(found)):
-        return f"{NOT_RUN}\n"
-    words = (
-        "Losses are on test text. All tables, at equal executed FLOPs, training FLOPs, training time and loss, and "
-        "larger models: [WHERE_DEPTH_PAYS.md](WHERE_DEPTH_PAYS.md). How models were tuned:"
-    )
-    shown = "![Test loss of every method relative to dense models with the same FLOPs](figures/gaps-enwik8.png)"
-    return f"{shown}\n\n{who}\n{wrapped(words)}\n\n{rule()}"
-
-
-def rule() -> str:
-    """As search.py states it."""
-    lines = (search.__doc__ or "").splitlines()
-    first = next(n for n, line in enumerate(lines) if line.startswith("1. "))
-    return "\n".join(lines[first : lines.index("", first)]) + "\n"
-
-
-def knobs() -> str:
-    rates = ", ".join(f"{rate:g}" for rate in sorted(contenders.RATES))
-    rows = [[one.title, one.knob, "; ".join(one.values), one.why] for one in contenders.CONTENDERS]
-    return f"Learning rates: {rates}.\n\n{table(['', 'knob', 'values', 'why this one'], rows, words=4)}"
-
-
-def choices(found: Search) -> str:
-    titles, rows = chosen(found, contenders.CONTENDERS)
-    return table(titles, rows, words=2)
-
-
-def chosen(found: Search, contended: Sequence[Contender]) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of their table."""
-    titles = [
-        "",
-        "chosen",
-        "learning rate",
-        "validation loss",
-        "FLOPs",
-        "dense, same FLOPs",
-        "difference",
-        "second best",
-        "runs",
-    ]
-    rows = []
-    for one in contended:
-        count, lost = len(one.values) * len(contenders.RATES), found.lost[one]
-        ended = f"{count - found.missing[one]} of {count}" + (f", {lost} lost" if lost else "")
-        tried = found.tried[one]
-        if not tried:
-            rows.append([one.title, NOT_RUN, *[""] * 6, ended])
-            continue
-        # For dense models a rate is chosen at each number of layers; for all others one run.
-        groups = [[t for t in tried if t.value == value] for value in one.values] if one is DENSE else [tried]
-        for group in filter(None, groups):
-            best, second = group[0], f"{group[1].difference:+.2%}" if len(group) > 1 else DASH
-            rate = f"{best.rate:g}" + (" (the edge)" if best.at_the_edge else "")
-            figures = [f"{best.loss:.4f}", f"{best.flops:,.0f}", f"{best.dense:.4f}", f"{best.difference:+.2%}"]
-            rows.append([one.title, best.value, rate, *figures, second, ended])
-    return titles, rows
-
-
-def executed(found: Outcomes, made: list[Entry]) -> str:
-    titles = ["setting", "learning rate", "loss", *BESIDE[2:], "active"]
-    rows = []
-    for entry in made:
-        setting, loss = entry.setting, found.stat(entry.setting, "loss")
-        cells = [setting.title, f"{entry.rate:g}", show(loss)]
-        if loss is None:
-            rows.append([*cells, *[""] * (len(titles) + 2 - len(cells))])
-            continue
-        flops, active, parameters = (
-            found.stat(setting, name) for name in ("flops_per_token", "active_fraction", "parameters")
-        )
-        assert flops is not None
-        assert active is not None
-        assert parameters is not None
-        row = found.first_row(setting) or {}
-        kept = f"{row['kv_bytes_per_token']:,.0f}" if "kv_bytes_per_token" in row else DASH
-        figures = [f"{flops.mean:,.0f}", f"{active.mean:.3f}", f"{parameters.mean:,.0f}", kept]
-        rows.append([*cells, *_beside(found, entry, "flops_per_token"), _by_full_rows(found, entry), *figures])
-    return table([*titles, "parameters", "K/V bytes"], rows)
-
-
-def trained(found: Outcomes, made: list[Entry]) -> str:
-    rows = []
-    for entry in made:
-        loss, flops = found.stat(entry.setting, "loss"), found.stat(entry.setting, "training_flops")
-        cells = _beside(found, entry, "training_flops") if loss else ["", "", ""]
-        rows.append([entry.setting.title, show(loss), *cells, f"{flops.mean:,.0f}" if flops else ""])
-    titles = ["setting", "loss", "dense, same training FLOPs", "difference", "verdict", "training FLOPs"]
-    return table(titles, rows)
-
-
-def timed(found: Outcomes, made: list[Entry], results: Path, figures: dict[str, str]) -> str:
-    """A table and a figure for every device on which steps were timed; all training runs have as many steps."""
-    parts = []
-    for device, times in step_times(results).items():
-        there, rows = with_steps(found, times), []
-        for entry in made:
-            loss, step = there.stat(entry.setting, "loss"), there.stat(entry.setting, "step_ms")
-            if loss and step and not math.isnan(step.mean):
-                spent = f"{step.mean:,.0f}" if step.mean >= 100 else f"{step.mean:.2f}"
-                rows.append([entry.setting.title, show(loss), *_beside(there, entry, "step_ms"), spent])
-        titles = ["setting", "loss", "dense, same time", "difference", "verdict", "ms per training step"]
-        parts.append(f"### {device}\n\n{table(titles, rows)}\n{figures.get(device, '')}")
-    if not parts:
-        return f"{NOT_RUN}\n"
-    words = (
-        "One compiled training step of each model, with nothing else on the device: on a GPU in bfloat16 with a CUDA "
-        "graph, on a CPU in float32 with `--train.compile on`. Losses are those of the tables above, for the same "
-        "models on every device. Models that were not timed on a device are left out. How they were timed, and what "
-        "has become faster since, is in the [log](LOG.md). Measured with: "
-        f"{measured_with(rows_so_far(results / TIMES))}."
-    )
-    return "\n".join([f"{wrapped(words)}\n", *parts])
-
-
 def at_equal_loss(results: Path, *, quick: bool = False) -> str:
     """What it costs to run each contender, relative to dense models with the same loss."""
     timed = pass_times(results)
@@ -220,7 +86,7 @@ def at_equal_loss(results: Path, *, quick: bool = False) -> str:
         for entry in models.routed():
             loss = models.found.stat(entry.setting, "loss")
             assert loss is not None
-            cells = [show(_per_byte(models.found, entry, loss)), shown(models.keys_and_values(entry))]
+            cells = [show(per_byte(models.found, entry, loss)), shown(models.keys_and_values(entry))]
             cells += [speed(models.time(entry, times)) for times in timed.values()]
             rows.append([models.scale, entry.setting.title, *cells])
     words = (
@@ -240,143 +106,18 @@ def at_equal_loss(results: Path, *, quick: bool = False) -> str:
     return f"{wrapped(words)}\n\n{table(['scale', 'setting', 'loss', 'KV cache', *speeds], rows, words=2)}"
 
 
-BESIDE = ["setting", "loss", "dense, same FLOPs", "difference", "verdict", FULL_CONTEXT, "FLOPs"]
-
-
-def _rows_beside(found: Outcomes, made: list[Entry]) -> list[list[str]]:
-    """Of the entries that have run."""
-    rows = []
-    for entry in made:
-        loss, flops = found.stat(entry.setting, "loss"), found.stat(entry.setting, "flops_per_token")
-        if loss and flops:
-            beside = _beside(found, entry, "flops_per_token", _bytes_per_token(found, entry))
-            cells = [show(_per_byte(found, entry, loss)), *beside, _by_full_rows(found, entry)]
-            rows.append([entry.setting.title, *cells, f"{flops.mean:,.0f}"])
-    return rows
-
-
-def inner_width(results: Path, *, quick: bool = False) -> str:
-    words = (
-        f"{DECIDERS['rule'].capitalize()}, with blocks of other widths. One linear map projects tokens into the span "
-        "and another projects their update back; the heads stay the same. All use the learning rate found for the "
-        "span without maps. Two controls show what the maps do by themselves: inner width 256, and a dense model with "
-        "the same maps around two of its layers. No learning rate was searched for models with maps."
-    )
-    found, made = spans.outcomes_of_widths(results, quick=quick)
-    rows = _rows_beside(found, [entry for entry in made if entry.setting.method in (spans.RULE, spans.MAPPED)])
-    return f"{wrapped(words)}\n\n{table(BESIDE, rows)}"
-
-
-def grows(results: Path, *, quick: bool = False) -> str:
-    rows = []
-    for scale in spans.SCALES:
-        found, made = spans.outcomes_at(results, scale, quick=quick)
-        rows += [[scale.title, *row] for row in _rows_beside(found, made)]
-    titles = ["scale", *BESIDE]
-    words = (
-        f"Models: {DECIDERS['rule']}; the learned deciders that did best in the search and at full length, on "
-        "validation text; the best method that decides in every block; and dense models of similar cost. Learning "
-        "rates are those found at width 256, times 256 / width."
-    )
-    points = [
-        f"**Passes over the text.** {_readings()}",
-        (
-            f"**BPE.** Span takes tokens that begin a word, signs and spaces: {spans.BPE.budget:g} of the training "
-            "text. BPE models are trained and evaluated on as many tokens as byte models, so on nearly three times the "
-            "text (training reads all of it twice). Their output head, which is in the FLOPs, costs a little more than "
-            "a layer. So compare differences across scales, not losses, although all are in nats per byte."
-        ),
-        (
-            "**Long runs.** The only dense baseline of the longest runs has six layers and costs slightly more FLOPs "
-            "than span."
-        ),
-    ]
-    if doubled := spans.doublings(results, quick=quick):
-        changes = "; ".join(
-            f"from {one.steps:,} to {2 * one.steps:,} {one.test.text('+.2%')}"
-            f"{' with one seed' if one.test.std is None else ''} ({one.validation.text('+.2%')} on validation text)"
-            for one in doubled
-        )
-        points.append(f"**Doubling the steps** changes the loss of the dense model with six layers: {changes}.")
-    listed = "\n".join(wrapped(f"- {point}") for point in points)
-    told = f"{wrapped(words)}\n\n{listed}\n\n{table(titles, rows, words=2)}"
-    missing = [
-        wrapped(f"- {scale}: {'; '.join(who)}.") for scale, who in spans.not_trained(results, quick=quick).items()
-    ]
-    return "\n".join([told, "Not trained:\n", *missing, ""]) if rows and missing else told
-
-
-def _readings() -> str:
-    """How often a training run reads its text."""
-    splits = PUBLISHED[contenders.DATA.corpus].train_and_val
-    assert splits is not None
-    config = DENSE.config(next(iter(DENSE.values)), contenders.RATES[0], LONG)
-    tokens = config.train.batch_size * config.model.context
-    *some, most = (
-        f"{scale.steps * tokens / splits[0]:.1f} times in {scale.steps:,} steps" for scale in spans.lengths()
-    )
-    return f"Training reads its {splits[0] / 1e6:.0f} million bytes {', '.join(some)} and {most}."
-
-
-def _bytes_per_token(found: Outcomes, entry: Entry) -> float:
-    """For the evaluated text, which is the same for all models of a scale."""
-    if entry.config.data.tokens == "byte":
-        return 1.0
-    sparse = (found.first_row(entry.setting) or {})["evaluation"]["sparse"]
-    return BITS * sparse["loss"] / sparse["bits_per_byte"]
-
-
-def _per_byte(found: Outcomes, entry: Entry, loss: Stat) -> Stat:
-    size = _bytes_per_token(found, entry)
-    return Stat(tuple(value / size for value in loss.values))
-
-
-def _by_full_rows(found: Outcomes, entry: Entry) -> str:
-    """The difference to dense models with attention counted over the full context, if that is not the same."""
-    packed, full = (found.stat(entry.setting, name) for name in ("flops_per_token", "full_rows_flops"))
-    if packed is None or full is None or full.mean < (1 + SAME) * packed.mean:
-        return ""
-    return _beside(found, entry, "full_rows_flops")[1]
-
-
-def _beside(found: Outcomes, entry: Entry, by: Cost, bytes_per_token: float = 1.0) -> list[str]:
-    """The loss of dense models at the same cost, the difference to it, and the verdict."""
-    if entry.setting.method == "dense":
-        return [DASH, DASH, ""]
-    against = found.beside(entry.setting, by=by)
-    if against is None:
-        return [NOT_RUN, "", ""]
-    if against == OUTSIDE:
-        return [OUTSIDE, DASH, ""]
-    dense, difference = against
-    return [f"{dense.mean / bytes_per_token:.4f}", difference.text("+.2%"), judge(difference)]
-
-
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
     """Write the page to `path` and its figures to `figures/` next to it."""
     with needs_report_extra(results):
         from paper import gaps, loss_over_time
-        from paper.tradeoffs import EXECUTED, TRAINED, draw, timed_on
+        from paper.tradeoffs import draw, timed_on
 
-    folder, figures = path.parent / "figures", {}
-    with disk_faults(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    found, _ = outcomes(results, quick=quick)
-    drawn = {axis.name: draw(found, split="test", axis=axis) for axis in (EXECUTED, TRAINED)}
-    for device, times in step_times(results).items():
-        drawn[device] = draw(with_steps(found, times), split="test", axis=timed_on(device))
-    lines = time_to_loss.lines(results, quick=quick)
-    drawn["time to a loss"] = loss_over_time.draw(lines, step_times(results))
-    scales = {scale.title: spans.outcomes_at(results, scale, quick=quick)[0] for scale in spans.SCALES}
-    apart = {
-        "All methods, same tuning": gaps.gaps(found),
-        f"{DECIDERS['rule']}, by scale": gaps.elsewhere(scales),
+    found, times = outcomes(results, quick=quick)[0], step_times(results)
+    drawn = {
+        device: draw(with_steps(found, there), split="test", axis=timed_on(device)) for device, there in times.items()
     }
-    drawn["gaps"] = gaps.draw(apart, "gaps-enwik8", "enwik8, bytes, width 256 unless a row says otherwise")
-    for name, drawing in drawn.items():
-        if drawing is not None:
-            write_bytes(folder / f"{drawing.name}.svg", drawing.svg)
-            write_bytes(folder / f"{drawing.name}.png", drawing.png)
-            figures[name] = picture(drawing.name, drawing.caption)
-    write_bytes(path, document(results, figures, quick=quick).encode())
+    drawn["time to a loss"] = loss_over_time.draw(time_to_loss.lines(results, quick=quick), times)
+    scales = {scale: spans.outcomes_at(results, scale, quick=quick)[0] for scale in spans.SCALES}
+    drawn["gaps"] = gaps.of_study(found, scales)
+    write_bytes(path, document(results, write_figures(drawn, path.parent / "figures"), quick=quick).encode())
     return path

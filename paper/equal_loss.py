@@ -123,7 +123,8 @@ class Models:
 
     def keys_and_values(self, entry: Entry) -> Ratio | Literal["outside"] | None:
         def kept(setting: Setting) -> float | None:
-            return (self.found.first_row(setting) or {}).get("kv_bytes_per_token")
+            stored = self.found.stat(setting, "kv_bytes")
+            return None if stored is None else stored.mean
 
         return at_its_loss(self.found, entry, self.made, kept)
 

@@ -1,14 +1,17 @@
 """The figure of gaps: the loss of every method relative to dense models with the same FLOPs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from paper import spans
 from paper.comparison import judge
 from paper.outcomes import Outcomes
+from paper.scales import against_six_layers, at_equal_flops
+from paper.spans import Scale
 from paper.tradeoffs import NAMES
 from tokendepth.report.figures import WIDTH, Drawing, render, style
 from tokendepth.report.palette import ACTIVE, ALARM, INK, look
@@ -17,19 +20,28 @@ from tokendepth.report.summary import Stat
 
 WORST = 0.03
 """Larger gaps are drawn at the edge, with their number."""
-ELSEWHERE = "span_rule"
-"""Also shown at other scales."""
 
 
 @dataclass(frozen=True)
 class Gap:
     label: str
     difference: Stat
-    """Of the loss, relative to dense models with the same executed FLOPs, seed by seed."""
+    """Of the loss, relative to dense models, seed by seed."""
+
+
+def of_study(found: Outcomes, scales: Mapping[Scale, Outcomes]) -> Drawing | None:
+    """All methods at the first scale, then span at word ends at all others."""
+    name = NAMES[spans.RULE]
+    groups = {
+        "All methods, same tuning": gaps(found),
+        f"{name}, at other scales": [Gap(*one) for one in at_equal_flops(scales).items()],
+        f"{name}, relative to six dense layers": [Gap(*one) for one in against_six_layers(scales).items()],
+    }
+    return draw(groups, "gaps-enwik8", "enwik8, bytes, width 256 unless a row says otherwise")
 
 
 def gaps(found: Outcomes) -> list[Gap]:
-    """One for every method, the best first."""
+    """One for every method, relative to dense models with the same FLOPs; the best first."""
     made = []
     for setting in found.comparison.settings:
         if setting.method in NAMES:
@@ -37,16 +49,6 @@ def gaps(found: Outcomes) -> list[Gap]:
             if isinstance(against, tuple):
                 made.append(Gap(NAMES[setting.method], against[1]))
     return sorted(made, key=lambda gap: gap.difference.mean)
-
-
-def elsewhere(scales: Mapping[str, Outcomes]) -> list[Gap]:
-    """Those of span at word ends, labelled with the titles of the scales."""
-    return [
-        replace(gap, label=title)
-        for title, found in scales.items()
-        for gap in gaps(found)
-        if gap.label == NAMES[ELSEWHERE]
-    ]
 
 
 def draw(groups: Mapping[str, Sequence[Gap]], name: str, title: str) -> Drawing | None:
@@ -66,13 +68,14 @@ def draw(groups: Mapping[str, Sequence[Gap]], name: str, title: str) -> Drawing 
         first, last = column[0], column[-1]
         last.set_xlim(-WORST, WORST)
         last.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        last.set_xlabel("loss relative to dense models\nwith the same executed FLOPs")
+        last.set_xlabel("loss relative to dense models")
         first.annotate("better", (0.01, 1.01), xycoords="axes fraction", color=ACTIVE, va="bottom")
         first.annotate("dense", (0.5, 1.01), xycoords="axes fraction", color=INK, va="bottom", ha="center")
         first.annotate("worse", (0.99, 1.01), xycoords="axes fraction", color=ALARM, va="bottom", ha="right")
         caption = (
-            f"{title}: test loss with tokens really skipped, relative to dense models with the same executed FLOPs. "
-            "Bars: standard deviation over seeds. Hollow: one seed. Grey: no clear difference."
+            f"{title}: test loss with tokens really skipped, relative to dense models with the same executed FLOPs. In "
+            "the last group relative to six dense layers alone, whose FLOPs are slightly higher. Bars: standard "
+            "deviation over seeds. Hollow: one seed. Grey: no clear difference."
         )
         return render(figure, name, caption)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from paper import settings
+from paper.costs import keys_and_values
 from paper.evidence import by_experiment
 from paper.grid import same
 from paper.settings import SAME_FLOPS, SAME_PARAMETERS, Comparison, Setting
@@ -43,6 +44,10 @@ class Executed:
     """Per training step, with nothing else on the device; NaN if it was not timed."""
     val_loss: float
     """On validation text, at the end of training; NaN if the row does not have it."""
+    kv_bytes: float
+    """Keys and values per token in float32."""
+    kv_bytes_reserved: float
+    """The same if every token left them in every block: the cache has fixed shapes."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +94,16 @@ class Outcomes:
 
         From its row of costs, or from the row of its run if that has them.
         """
-        row, parameters = self.cost(setting) or self.first_row(setting), self.stat(setting, "parameters")
-        if row is None or parameters is None or not {"training_flops_per_token", "kv_bytes_per_token"} <= row.keys():
+        row = self.cost(setting) or self.first_row(setting)
+        parameters, kept = (self.stat(setting, name) for name in ("parameters", "kv_bytes"))
+        if row is None or parameters is None or kept is None or "training_flops_per_token" not in row:
             return None
         model, train = self.configs[setting].model, self.configs[setting].train
         tokens = train.steps * train.batch_size * model.context
         costs = {
             "training FLOPs": row["training_flops_per_token"] * tokens,
             "parameters": parameters.mean,
-            "K/V": row["kv_bytes_per_token"],
+            "K/V": kept.mean,
         }
         return costs | ({"time": 1 / row["time"]["speedup"]} if "time" in row else {})
 
@@ -108,7 +114,8 @@ class Outcomes:
             return []
         at, seeds = setting.point(first), self._seeds(setting)
         found = ((seed, seeds[seed], _point(seeds[seed], at)) for seed in sorted(seeds))
-        return [_executed(seed, row, figures) for seed, row, figures in found if figures]
+        config = self.configs[setting]
+        return [_executed(seed, row, figures, config) for seed, row, figures in found if figures]
 
     def stat(self, setting: Setting, name: str) -> Stat | None:
         values = tuple(getattr(one, name) for one in self.executed(setting))
@@ -210,7 +217,8 @@ def _point(row: Row, at: float | None) -> Row | None:
     return next((point for point in points if at in (point.get("budget"), point.get("threshold"))), None)
 
 
-def _executed(seed: int, row: Row, figures: Row) -> Executed:
+def _executed(seed: int, row: Row, figures: Row, config: RunConfig) -> Executed:
+    stored, reserved = keys_and_values(config, figures["sparse"]["active_fraction_per_site"])
     return Executed(
         seed=seed,
         loss=figures["sparse"]["loss"],
@@ -223,4 +231,6 @@ def _executed(seed: int, row: Row, figures: Row) -> Executed:
         full_rows_flops=figures["flops_per_token"] + row.get("narrower_rows_flops_per_token", 0.0),
         step_ms=row.get("step_ms", math.nan),
         val_loss=row["history"][-1]["val_loss"] if row.get("history") else math.nan,
+        kv_bytes=stored,
+        kv_bytes_reserved=reserved,
     )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from paper import comparison, depth, depth_page
+from paper import comparison, depth, tuned
 from paper.comparison import EVEN, beside, judge, picture, table, wrapped
 from paper.contenders import DECIDERS
 from paper.evidence import NOT_RUN, show
@@ -96,12 +96,9 @@ def _old_thresholds(all_outcomes: list[Outcomes]) -> list[str]:
 
 _ABOUT_BYTES = (
     "Losses on enwik8 are on test text, and all methods were tuned with the same search there: "
-    "[WHERE_DEPTH_PAYS.md](../WHERE_DEPTH_PAYS.md). Costs are relative to the dense model with six layers."
+    "[COMPARISON.md](../COMPARISON.md). Costs are relative to the dense model with six layers."
 )
-_ABOUT = (
-    f"{_ABOUT_BYTES} Losses on Tiny-Shakespeare are on validation text, and only budget routing was tuned there: "
-    "[COMPARISON.md](../COMPARISON.md)."
-)
+_ABOUT = f"{_ABOUT_BYTES} Losses on Tiny-Shakespeare are on validation text, and only budget routing was tuned there."
 
 
 def _settings(outcomes: Outcomes, method: str) -> list[Setting]:
@@ -201,19 +198,17 @@ def _best_layers(shown: list[tuple[Outcomes, Setting]]) -> str:
 def write(results: Path, docs: Path) -> None:
     """Write COMPARISON.md, the numbers of every page in methods/, and their figures."""
     comparison.write(results, docs / "COMPARISON.md")
-    tuned, _ = depth.outcomes(results)
-    compared = [tuned, Outcomes.read(results, SHAKESPEARE)]
+    studied, _ = depth.outcomes(results)
+    compared = [studied, Outcomes.read(results, SHAKESPEARE)]
     for method in SCHEMATICS:
-        drawings, all_outcomes = [schematic(method)], [tuned] if method in MEMBERS else compared
+        drawings, all_outcomes = [schematic(method)], [studied] if method in MEMBERS else compared
         for outcomes in all_outcomes if method != "dense" else []:
             members = MEMBERS.get(method, (method,))
             ran = any(outcomes.stat(s, "loss") for s in outcomes.comparison.settings if s.method in members)
-            split = "test" if outcomes is tuned else "validation"
+            split = "test" if outcomes is studied else "validation"
             if ran and (drawing := draw(outcomes, *members, *CONTROLS.get(method, ()), split=split, page=method)):
                 drawings.append(drawing)
-        for drawing in drawings:
-            write_bytes(docs / "figures" / f"{drawing.name}.svg", drawing.svg)
-            write_bytes(docs / "figures" / f"{drawing.name}.png", drawing.png)
+        comparison.write_figures({drawing.name: drawing for drawing in drawings}, docs / "figures")
         page = docs / "methods" / f"{method}.md"
         text = render(page.read_text(encoding="utf-8"), all_outcomes, {method: drawings})
         write_bytes(page, SEARCH.sub(lambda m: m[1] + _searched(results, m[2]) + m[3], text).encode())
@@ -222,5 +217,5 @@ def write(results: Path, docs: Path) -> None:
 def _searched(results: Path, method: str) -> str:
     """The setting that the search chose for each contender of a method, on validation text."""
     found = Search.read(results)
-    titles, rows = depth_page.chosen(found, [one for one in found.tried if one.name in MEMBERS[method]])
+    titles, rows = tuned.chosen(found, [one for one in found.tried if one.name in MEMBERS[method]])
     return _telling(titles, rows)

@@ -266,9 +266,10 @@ class Doubling:
     validation: Stat
 
 
-def doublings(results: Path, *, quick: bool = False) -> list[Doubling]:
+def doublings(results: Path, scales: Iterable[Scale], *, quick: bool = False) -> list[Doubling]:
+    """Of `scales` that differ only in the length of training."""
     ended: dict[int, dict[int, Executed]] = {}
-    for scale in lengths():
+    for scale in scales:
         found, made = outcomes_at(results, scale, quick=quick)
         if any(entry.setting == DENSE_SIX for entry in made):
             ended[scale.steps] = {one.seed: one for one in found.executed(DENSE_SIX)}

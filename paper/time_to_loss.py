@@ -5,8 +5,8 @@ in the logarithm of the steps. Losses are means over the seeds that span and bot
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Literal
@@ -124,17 +124,18 @@ def steps_to(loss: float, curve: dict[int, float]) -> tuple[float, Bound]:
 
 
 def section(results: Path, *, quick: bool = False) -> str:
-    found, devices = list(reached(lines(results, quick=quick))), step_times(results)
+    trained, devices = lines(results, quick=quick), step_times(results)
+    found = list(reached(trained))
     if not found:
         return f"{NOT_RUN}\n"
     words = (
         f"How long a dense model must train to reach the loss that {DECIDERS['rule']} has after a given number of "
         "steps, relative to span's training time (steps times time per step): at 1.20x span is there 1.20 times as "
-        "fast. Losses are averaged over the n seeds that all training runs behind a row share; in brackets the lowest "
-        "and highest of these seeds. Between two lengths of its training, a dense model's loss is interpolated "
+        "fast. Losses are averaged over the n seeds with which both models were trained; in brackets the lowest and "
+        "highest of these seeds. Between two lengths of its training, a dense model's loss is interpolated "
         "linearly in the logarithm of the steps. That makes its time a little too long, since losses fall faster at "
-        "first. `>`: not reached in its longest training run. `<`: reached before the end of its shortest. Only models "
-        "that were trained that long are compared; deeper dense models might need less time."
+        "first. `>`: not reached in its longest training run. `<`: reached before the end of its shortest, so that the "
+        "speed is at most this. Only models that were trained that long are compared."
     )
     rows = []
     for one in found:
@@ -143,4 +144,35 @@ def section(results: Path, *, quick: bool = False) -> str:
         rows.append([f"{one.length:,}", f"{one.loss:.4f} (n={one.seeds})", *cells])
     about = ["steps of span", "loss of span", "dense model", "its steps to that loss"]
     titles = [*about, *(f"speed of span, {device}" for device in devices)]
-    return f"{wrapped(words)}\n\n{table(titles, rows)}"
+    return "\n".join([f"{wrapped(words)}\n", table(titles, rows), *_if_deeper(trained, devices)])
+
+
+def _if_deeper(found: list[Line], devices: Mapping[str, Times]) -> Iterator[str]:
+    """How eight layers would compare where only six were trained, if they stay as far below them as they last were."""
+    six, eight, span = (
+        next((line for line in found if name in (line.title, line.method)), None)
+        for name in ("dense, 6 layers", "dense, 8 layers", spans.RULE)
+    )
+    if six is None or eight is None or span is None or not (both := six.losses.keys() & eight.losses.keys()):
+        return
+    last = max(both)
+    seeds = six.losses[last].keys() & eight.losses[last].keys()
+    ratio = mean(eight.losses[last][seed] / six.losses[last][seed] for seed in seeds)
+    guessed = {
+        steps: {seed: ratio * loss for seed, loss in by_seed.items()}
+        for steps, by_seed in six.losses.items()
+        if steps >= last
+    }
+    needed = [_reached(span, length, replace(eight, losses=guessed)) for length in span.losses if length > last]
+    if not (known := [one for one in needed if one and not one.bound]):
+        return
+    words = (
+        f"Deeper dense models might need less time. Eight layers were not trained for more than {last:,} steps, where "
+        f"they are {1 - ratio:.1%} below six (n={len(seeds)}). If they stayed that far below, the speed of span, "
+        "relative to them, would be:"
+    )
+    yield f"{wrapped(words)}\n"
+    for one in known:
+        speeds = "; ".join(f"{one.speed(times)} on {device}" for device, times in devices.items())
+        yield wrapped(f"- to its loss after {one.length:,} steps: {speeds}.")
+    yield ""

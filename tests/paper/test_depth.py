@@ -4,6 +4,7 @@ import json
 import math
 import platform
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from paper import (
     depth_answer,
     depth_order,
     depth_page,
+    depth_tables,
     depth_targets,
     gaps,
     grid,
     loss_over_time,
     passes,
     readme,
+    scales,
     spans,
     time_to_loss,
     times,
+    tuned,
 )
 from paper.__main__ import PAPER
 from paper.contenders import CONTENDERS, DECIDERS, DENSE, LONG, RATES, SHORT, Contender
@@ -53,12 +57,21 @@ SIX = 11e6
 VERSIONS = {"torch": "2.0", "commit": "abc"}
 
 
+@cache
+def sites_of(config: RunConfig) -> int:
+    return len(outline(replace(config, model=replace(config.model, vocab_size=256))).method.sites(1))
+
+
+def sparse(config: RunConfig, loss: float, share: float = 1.0) -> Any:
+    """Every site processes the same share of the tokens, whether a router decides there or not."""
+    return {"loss": loss, "active_fraction": share, "active_fraction_per_site": [share] * sites_of(config)}
+
+
 def made_up(config: RunConfig, loss: float, flops: float, curve: tuple[tuple[float, float, float], ...] = ()) -> Any:
     """A row; `curve` has thresholds, losses and FLOPs."""
-    figures = {"sparse": {"loss": loss, "active_fraction": 1.0}, "flops_per_token": flops, "tlops_skipped": 0.0}
+    figures = {"sparse": sparse(config, loss), "flops_per_token": flops, "tlops_skipped": 0.0}
     points = [
-        {"threshold": t, "sparse": {"loss": y, "active_fraction": 1.0}, "flops_per_token": x, "tlops_skipped": 0.0}
-        for t, y, x in curve
+        {"threshold": t, "sparse": sparse(config, y), "flops_per_token": x, "tlops_skipped": 0.0} for t, y, x in curve
     ]
     evaluation = {**figures, "parameters": 100, "curve": points}
     row = {"config": to_dict(config), "evaluation": evaluation, "history": [{"step": 1, "val_loss": loss}]}
@@ -163,7 +176,7 @@ def test_exits_are_judged_where_they_cost_what_six_layers_do(tmp_path):
 
 
 def test_of_dense_models_a_rate_is_chosen_at_each_number_of_layers(tmp_path):
-    lines = depth_page.choices(read(tmp_path, dense_rows())).splitlines()[2:5]
+    lines = tuned.choices(read(tmp_path, dense_rows())).splitlines()[2:5]
     assert [line.split(" | ")[1:4] for line in lines] == [
         ["4 layers", "0.002", "2.0000"],
         ["6 layers", "0.002", "1.8000"],
@@ -180,7 +193,7 @@ def test_dense_models_take_the_rate_of_the_nearest_number_of_layers(tmp_path):
     assert [found.rate_of_dense(layers) for layers in (3, 4, 6, 8, 12)] == [2e-3, 2e-3, 2e-3, 5e-4, 5e-4]
     unfinished = read(tmp_path, [row for row in rows if row["config"]["model"]["n_layer"] > 4])
     assert unfinished.rate_of_dense(6) is None
-    assert depth_page.choices(unfinished).count("| 8 of 12 |") == 2
+    assert tuned.choices(unfinished).count("| 8 of 12 |") == 2
 
 
 # --- what is reported -------------------------------------------------------------------------------------------------
@@ -253,19 +266,22 @@ def test_two_tables_at_two_costs(searched):
     assert isinstance(trained, tuple)
     assert executed[0].values == pytest.approx((2.3, 2.31, 2.32))
     assert trained[0].values == pytest.approx((2.5, 2.51, 2.52))
-    page = depth_page.document(searched, {})
-    executed, trained = page.split("## At equal executed FLOPs")[1].split("## At equal training FLOPs")
+    page = tuned.section(searched, {})
+    executed, trained = page.split("### At equal executed FLOPs")[1].split("### At equal training FLOPs")
     line = "| Mixture-of-Depths, 0.125, 10 layers | "
     assert f"{line}0.0005 | 2.2100 ± 0.0100 (n=3) | 2.3100 | -4.33% ± 0.02% | better |  | 7,000,000 |" in executed
     assert f"{line}2.2100 ± 0.0100 (n=3) | 2.5100 | -11.95% ± 0.05% | better | 15,000,000 |" in trained
 
 
 def test_the_page_of_span_routing_weighs_its_deciders(searched):
-    """Dense models with the same FLOPs have seven layers and a loss of 2.3; six layers cost 18e6 FLOPs, 6 bytes."""
+    """Dense models with the same FLOPs have seven layers and a loss of 2.3; six layers cost 18e6 FLOPs.
+
+    Of twelve blocks, four keep keys of all tokens and eight those of an eighth of them: five blocks' worth.
+    """
     rows = long_rows(searched)
     for row in rows:
-        plain = row["config"]["method"]["name"] == "dense"
-        row["kv_bytes_per_token"] = row["config"]["model"]["n_layer"] if plain else 3.0
+        if row["config"]["method"]["name"] == "span":
+            row["evaluation"]["sparse"] = sparse(from_dict(row["config"]), row["evaluation"]["sparse"]["loss"], 1 / 8)
         if row["config"]["method"].get("decide") == "gain":
             row["evaluation"]["sparse"]["loss"] += 0.3
     (searched / depth.ROWS).write_text(json.dumps(rows))
@@ -280,7 +296,7 @@ def test_the_page_of_span_routing_weighs_its_deciders(searched):
     assert "span, random" not in good, "a control is neither good nor bad"
     assert "All span models have 2 blocks before the span, 8 in it and 2 after it." in bad
     same = "corpus enwik8, bytes; dense, same FLOPs 2.3100; FLOPs vs. dense 1.17; training FLOPs vs. dense 0.83; "
-    assert f"Same in all rows: {same}parameters vs. dense 1.00; K/V vs. dense 0.50." in " ".join(bad.split())
+    assert f"Same in all rows: {same}parameters vs. dense 1.00; K/V vs. dense 0.83." in " ".join(bad.split())
     assert "| setting | loss | difference |" in bad, "what is the same in all rows has no column"
     assert "speed" not in bad, "not run"
     assert "| span, random | 2.2100 ± 0.0100 (n=3) | -4.33% ± 0.02% |" in bad
@@ -295,18 +311,18 @@ def test_packed_rows_are_counted_both_ways(searched):
     (searched / depth.ROWS).write_text(json.dumps(rows))
     found, made = depth.outcomes(searched)
     mod = next(entry for entry in made if entry.setting.method == "mod")
-    assert depth_page._by_full_rows(found, mod) == Stat((0.0, 0.0, 0.0)).text("+.2%")
-    assert not any(depth_page._by_full_rows(found, entry) for entry in made if entry is not mod)
+    assert depth_tables.by_full_rows(found, mod) == Stat((0.0, 0.0, 0.0)).text("+.2%")
+    assert not any(depth_tables.by_full_rows(found, entry) for entry in made if entry is not mod)
 
 
 def test_losses_over_time_are_those_of_what_was_timed(searched):
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
     found, made = depth.outcomes(searched)
-    assert depth_page.timed(found, made, searched, {}) == "not run\n"
+    assert depth_tables.timed(found, made, searched, {}) == "not run\n"
     timed = [entry for entry in made if entry.setting.method in ("dense", "mod")]
     write_steps(searched, {entry: entry.config.model.n_layer for entry in timed}, "NVIDIA H200")
     write_steps(searched, {entry: 6 * entry.config.model.n_layer for entry in timed[:-1]} | {timed[-1]: 36.0}, "CPU")
-    cpu, gpu = depth_page.timed(found, made, searched, {"H200": "a picture"}).split("### H200\n")
+    cpu, gpu = depth_tables.timed(found, made, searched, {"H200": "a picture"}).split("### H200\n")
     assert cpu.split("\n\n")[1] == "### CPU"
     *_, last = (line for line in cpu.splitlines() if line.startswith("| "))
     assert "| 2.4100 | -8.30% ± 0.03% | better | 36.00 |" in last, "six layers' time"
@@ -336,7 +352,12 @@ def test_the_picture_of_gaps_has_everybody_that_ran_and_larger_spans(searched, u
     assert mod.difference.text("+.2%") == "-4.33% ± 0.02%"
     assert [gap.difference.mean for gap in shown] == sorted(gap.difference.mean for gap in shown)
     (rule,) = (gap for gap in shown if gap.label == "span, word ends")
-    assert gaps.elsewhere({"wider": found}) == [replace(rule, label="wider")]
+    at = {scale: spans.outcomes_at(searched, scale)[0] for scale in spans.SCALES}
+    assert scales.at_equal_flops(at) == {}, "nothing ran at other scales"
+    assert scales.at_equal_flops({**at, spans.WIDE: found}) == {spans.WIDE.title: rule.difference}
+    found_six = scales.against_six_layers({**at, spans.SEVEN_TIMES: found, spans.WIDE_TWICE: found})
+    assert list(found_six) == ["4,000 steps", "28,000 steps", "width 512, 8,000 steps"]
+    assert {gap.text("+.2%") for gap in found_six.values()} == {"-8.30% ± 0.03%"}, "2.2 and 2.4, 2.21 and 2.41, ..."
     drawing = gaps.draw({"methods": shown, "none": []}, "gaps", "a text")
     assert drawing is not None
     assert drawing.name == "gaps"
@@ -420,7 +441,8 @@ def test_targets_stay_in_the_table_met_or_not(searched):
     rows = long_rows(searched)
     for row in rows:
         config, figures = from_dict(row["config"]), row["evaluation"]["sparse"]
-        row["kv_bytes_per_token"] = config.model.n_layer if config.method == DenseConfig() else 4.0
+        if isinstance(config.method, SpanConfig):
+            figures |= sparse(config, figures["loss"], 0.0)  # keys in four of twelve blocks
         thin = config.model.d_model == 192
         figures["loss"] = (2.0 if thin else figures["loss"]) - 0.1 * (vars(config.method).get("decide") == "rule")
     (searched / depth.ROWS).write_text(json.dumps(rows))
@@ -529,21 +551,21 @@ def test_dense_models_are_there_at_every_scale_and_doubling_is_told(searched):
         more = {spans.BASE: [3, 4, 8, 12], spans.WIDE: [4, 8, 12]}.get(scale, [4, 8] if scale.routed is None else [])
         assert layers == [6, *more], scale.title
     (searched / depth.ROWS).write_text(json.dumps(long_rows(searched)))
-    assert spans.doublings(searched) == [], "not run"
+    assert spans.doublings(searched, spans.lengths()) == [], "not run"
     six = {scale.steps: spans.at_scale(searched, scale)[0].config for scale in spans.SCALES if scale.width == 256}
     losses = {8_000: 2.376, 28_000: 2.0, 56_000: 1.99}
     rows = [made_up(six[steps], loss, SIX) for steps, loss in losses.items()]
     rows[-1]["history"][-1]["val_loss"] = 1.98
     other_seed = replace(six[28_000], train=replace(six[28_000].train, seed=1))
     (searched / spans.ROWS).write_text(json.dumps([*rows, made_up(other_seed, 3.0, SIX)]))
-    gains = {one.steps: (one.test.mean, one.validation.mean) for one in spans.doublings(searched)}
+    gains = {one.steps: (one.test.mean, one.validation.mean) for one in spans.doublings(searched, spans.lengths())}
     assert list(gains) == [4_000, 28_000], "16,000 has not run"
     assert gains[4_000] == pytest.approx((-0.01, -0.01))
     assert gains[28_000] == pytest.approx((-0.005, -0.01)), "of shared seeds"
     words = (
         "8,000 -1.00% with one seed (-1.00% on validation text); from 28,000 to 56,000 -0.50% with one seed (-1.00% on"
     )
-    assert words in " ".join(depth_page.grows(searched).split())
+    assert words in " ".join(scales.grows(searched).split())
 
 
 def trained(searched: Path, losses: dict[str, dict[int, float]]) -> dict[str, depth.Entry]:
@@ -579,6 +601,21 @@ def test_time_to_a_loss_is_steps_times_the_time_of_a_step(searched):
         "| 4,000 | 2.2000 (n=1) | dense, 8 layers | <4,000 | — | <1.20x |",
         "| 28,000 | 1.9000 (n=1) | dense, 6 layers | >56,000 | >2.50x | >1.60x |",
     ], "four and eight layers were not trained for 28,000 steps"
+
+
+def test_deeper_models_that_were_not_trained_for_long_are_guessed_as_far_below_six_layers(searched):
+    """Eight layers are 5% below six after 8,000 steps; so far below 1.8 is 1.71, the loss of span after 28,000."""
+    six, eight = "dense, 6 layers", "dense, 8 layers"
+    losses = {six: {8_000: 2.0, 28_000: 1.8}, eight: {8_000: 1.9}, RULE: {8_000: 1.95, 28_000: 1.71}}
+    made = trained(searched, losses)
+    write_steps(searched, {made[RULE]: 8, made[six]: 7, made[eight]: 10}, "NVIDIA H200")
+    said = " ".join(time_to_loss.section(searched).split())
+    assert "not trained for more than 8,000 steps, where they are 5.0% below six (n=1)" in said
+    assert said.endswith("would be: - to its loss after 28,000 steps: 1.25x on H200."), "not after 8,000: that was run"
+    trained(searched, {**losses, eight: {}})
+    assert "Deeper" not in time_to_loss.section(searched)
+    trained(searched, {**losses, RULE: {28_000: 1.7}})
+    assert "Deeper" not in time_to_loss.section(searched), "not reached in 28,000 steps either"
 
 
 def test_trained_enough_is_told_by_the_doublings_that_gain_little(searched):
@@ -754,7 +791,7 @@ def test_losses_of_all_scales_are_per_byte(searched):
         rows.append(made_up(entry.config, loss, 1e6 * layers if plain else 7e6))
         rows[-1]["evaluation"]["sparse"]["bits_per_byte"] = loss / 2 / math.log(2)
     (searched / spans.ROWS).write_text(json.dumps(rows))
-    page = depth_page.grows(searched)
+    page = scales.grows(searched)
     assert "| BPE of 4,096 tokens | dense, 6 layers | 1.2000 (n=1) | — |" in page
     line = f"| BPE of 4,096 tokens | {RULE} | "
     assert f"{line}1.0350 (n=1) | 1.1500 | -10.00% | better |  | 7,000,000 |" in page
@@ -832,10 +869,8 @@ def test_contenders_are_ordered_after_short_and_after_long_runs(searched, monkey
 
 def test_the_page_begins_with_an_answer(searched):
     """Word ends and experts have a lower loss than dense models with seven layers, 2.3; all others match them."""
-    search, orders = Search.read(searched), depth.order(searched)
-    found, made = depth.outcomes(searched)
-    ranked = depth_order.ranks(found, made, search)
-    assert depth_answer.answer(searched, found, made, ranked, orders, quick=False) == "", "nothing ran"
+    orders, (found, made) = depth.order(searched), depth.outcomes(searched)
+    assert depth_answer.answer(searched, found, made, orders, quick=False) == "", "nothing ran"
     rows = long_rows(searched)
     for row in rows:
         method, sparse = row["config"]["method"], row["evaluation"]["sparse"]
@@ -863,8 +898,10 @@ def test_the_page_begins_with_an_answer(searched):
     assert "*Switch* (-8.66% ± 0.04%)" in page
     assert "A thinner" not in page, "it does not gain"
     assert "Counted over the full context, these differences are -4.52% ± 0.02%." in page, "2.2 is the loss of eight"
-    assert "relative to dense models with the same loss is 1.50x at batch 1, 0.19x at batch 8 (H200)." in page
-    assert "At equal training time its loss differs by -8.66% ± 0.04% on CPU (better)." in page
+    assert "They have 1.0 times the parameters of six dense layers." in page
+    passes = "relative to dense models with the same loss: on H200 faster at batch 1 only (1.50x at batch 1, 0.19x at"
+    assert passes in page
+    assert "relative to dense models trained for as long: on CPU it is lower (-8.66% ± 0.04%)." in page
 
 
 def test_models_that_were_timed_with_random_decisions_have_their_titles(searched):
@@ -889,9 +926,12 @@ def test_run_folders_keep_their_names(searched):
 
 
 def test_what_was_not_run_has_no_number(tmp_path):
-    page = depth_page.document(tmp_path, {}).split("### Selected settings")[1].split("## How to read")[0]
-    assert page.count("| not run |") == len(CONTENDERS) + 6
+    page = depth_page.document(tmp_path, {}).split("## Targets")[1].split("## How to read")[0]
+    assert "### Missed" not in page, "nothing was missed"
     assert "±" not in page
+    assert page.count("not run") > 10
+    assert tuned.section(tmp_path, {}) == "not run\n"
+    assert tuned.choices(Search.read(tmp_path)).count("| not run |") == len(CONTENDERS)
 
 
 @pytest.mark.parametrize(
@@ -910,7 +950,7 @@ def test_the_page_is_that_of_results(undrawn, tmp_path):
 
 def test_the_rule_stands_on_the_page():
     """As it stands in the code."""
-    rule = depth_page.rule()
+    rule = tuned.rule()
     assert rule.startswith("1. Every contender")
     assert all(f"\n{n}. " in rule for n in (2, 3, 4, 5))
     assert f"{SHORT} steps" in rule.replace("\n   ", " ")
@@ -939,7 +979,7 @@ def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys, monkeypatch)
     main(["depth", "--quick", "--out", str(tmp_path / "depth"), "--results", str(rows)], PAPER)
     found = read_rows(rows / depth.ROWS)
     assert {row["evaluation"]["split"] for row in found} == {"test"}
-    assert all(row["training_flops_per_token"] > 0 < row["kv_bytes_per_token"] for row in found)
+    assert all(row["training_flops_per_token"] > 0 for row in found)
     assert all(abs(row["narrower_rows_flops_per_token"]) < 1 for row in found), "these pack nothing"
     undrawn.setattr("tokendepth.training.step.compile_blocks", lambda model: None)  # takes seconds each
     undrawn.setattr("torch.compile", lambda function, **how: function)
@@ -964,17 +1004,20 @@ def test_both_commands_in_miniature(few, undrawn, tmp_path, capsys, monkeypatch)
     main(["depth", "--quick", "--out", str(tmp_path / "again"), "--results", str(rows)], PAPER)
     assert hashes(rows) == before, "what has its rows is not done again"
     assert not list((tmp_path / "again").glob("*/config.json"))
+    tables = (tmp_path / "docs" / "COMPARISON.md").read_text().split("### At equal executed FLOPs")[1]
+    assert "not run" not in tables.split("## Tiny-Shakespeare")[0]
     page = (tmp_path / "docs" / "WHERE_DEPTH_PAYS.md").read_text()
     assert "\n## Training time to a given loss\n\nnot run\n" in page, "of one length of training"
-    shown = page.split("### Selected settings")[1].split("## Span with a different inner width")[0]
+    shown = page.split("## At equal training time")[1].split("## Span with a different inner width")[0]
     assert shown.count("not run") == 1
     assert "speed, CPU" in page.split("## At equal loss")[1]
     grows = page.split("## Does the gap grow with scale?")[1]
     assert grows.count("\n| BPE of 4,096 tokens |") == len(spans.LAYERS) + 1
     cpu = f"cpu-{platform.machine().replace('_', '-')}-{torch.get_num_threads()}-threads"
-    drawn = [f"compare-enwik8-bytes{name}" for name in ("", "-training", f"-time-{cpu}")]
-    for name in (*drawn, "loss-over-time-enwik8"):
-        assert f"figures/{name}.png" in page
+    drawn = {"compare-enwik8-bytes": tables, "compare-enwik8-bytes-training": tables}
+    drawn |= {f"compare-enwik8-bytes-time-{cpu}": page, "loss-over-time-enwik8": page, "gaps-enwik8": page}
+    for name, where in drawn.items():
+        assert f"figures/{name}.png" in where
         assert (tmp_path / "docs" / "figures" / f"{name}.png").stat().st_size
     assert "out of time" not in capsys.readouterr().out
 
