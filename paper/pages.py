@@ -77,7 +77,7 @@ def _telling(titles: list[str], rows: list[list[str]], about: str = "") -> str:
 def _shape(shown: list[tuple[Outcomes, Setting]]) -> tuple[str, Callable[[Setting], str]]:
     """Where the span of all these models is, if it is the same; and their titles without it."""
     models = [(o.configs[s].method, o.configs[s].model.n_layer) for o, s in shown]
-    spans = {(method.blocks(n_layer), n_layer) for method, n_layer in models if isinstance(method, SpanConfig)}
+    spans = {(method.ranges(n_layer)[0], n_layer) for method, n_layer in models if isinstance(method, SpanConfig)}
     if len(spans) != 1:
         return "", lambda setting: setting.title
     ((blocks, n_layer),) = spans

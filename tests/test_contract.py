@@ -90,6 +90,7 @@ CASES["span-gain"] = SpanConfig(decide="gain", keys="all", carry="none")
 CASES["span-entropy"] = SpanConfig(decide="entropy", budget=0.4)
 CASES["span-dice"] = SpanConfig(decide="dice", budget=0.5, keys="all", carry="none")
 CASES["span-width"] = SpanConfig(width=48)
+CASES["span-two"] = SpanConfig(decide="boundary", carry="smooth", ratio_loss=0.0, spans=2)
 # Every method, and the ways to run a block that the defaults do not use: given rows, given keys.
 CLASSIC = list(CASES)
 ON_MODERN = [*METHODS, "budget-plain", "budget-random", "mor-token-shared"]
@@ -102,8 +103,10 @@ CASES["span-bypass modern"] = SpanConfig(decide="gain", gain="kl", keys="all", c
 CASES["span-straight modern"] = SpanConfig(learn="straight", keys="all", carry="none")
 CASES["budget-straight modern"] = BudgetConfig(dial=False, distill=0, learn="straight")
 CASES["span-rule modern"] = SpanConfig(decide="rule", budget=0.5)
+CASES["span-two modern"] = SpanConfig(spans=2)
+CASES["span-two-all modern"] = SpanConfig(decide="gain", keys="all", carry="none", spans=2, between=0)
 DEPTH = {"mor": 4, "mor-token": 6, "mor-shared": 5, "mor-token-shared": 5}
-DEPTH |= {case.removesuffix(" modern"): 4 for case in CASES if case.startswith("span")}
+DEPTH |= {case.removesuffix(" modern"): 5 if "two" in case else 4 for case in CASES if case.startswith("span")}
 """Cases for which three layers are too few."""
 SPREAD = {"act": 2.0}
 """The spread of router logits. To halt at the first step, a token needs a larger logit than to skip a block."""
@@ -189,7 +192,8 @@ def given_decisions(model: LanguageModel, ids: Tensor, active: str) -> Tensor | 
     decisions = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < {"some": 0.4, "all": 1}.get(active, 0)
     if active == "one":
         decisions[:, -1, ids.shape[1] // 2] = True
-    return decisions[:1].expand(shape) if model.method.one_decision else decisions
+    together = model.method.sites_per_decision
+    return decisions[::together].repeat_interleave(together, 0)
 
 
 @torch.no_grad()

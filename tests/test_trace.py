@@ -86,17 +86,17 @@ def test_flops_by_hand():
 
 
 def test_packed_rows_by_hand():
-    """Two sequences with 2 and 1 active tokens: their rows had 2 and 1 of the 4 keys that cost 5 each."""
+    """Two sequences with 2 and 1 active tokens: their rows had 2 and 3 keys fewer, which cost 5 each."""
     packing = Site("packing", routed=True, always=0, active=100, per_key=5)
     work = torch.tensor([[[1.0, 1, 1], [1, 1, 1]], [[1, 1, 0], [0, 0, 1]]])
-    trace = DepthTrace(work, (STEM, packing), "sparse", fewer_keys=torch.tensor([2, 3]))
+    trace = DepthTrace(work, (STEM, packing), "sparse", fewer_keys=torch.tensor([[0, 0], [2, 3]]))
     totals = trace.totals()
     assert totals.narrower_rows == 5 * (2 * 2 + 1 * 3)
     assert totals.flops_full_rows == 6 * 110 + 3 * 100
     assert totals.flops == totals.flops_full_rows - 35
     assert totals.flops_dense == 6 * 210, "dense rows have all keys"
     assert (totals + totals).narrower_rows == 70
-    hard = DepthTrace(work, (STEM, packing), "hard", fewer_keys=torch.tensor([2, 3])).totals()
+    hard = DepthTrace(work, (STEM, packing), "hard", fewer_keys=torch.tensor([[0, 0], [2, 3]])).totals()
     assert hard.flops == hard.flops_full_rows == 6 * 210, "which packs nothing"
 
 

@@ -47,6 +47,8 @@ class Context:
     0: exactly that number."""
     scored: tuple[Tensor, Tensor] | None = None
     """States and scores of the tokens at a span, if `Method.until_decided` has already computed them."""
+    span: int = 0
+    """For methods with several spans: the number of the one that runs, whose states are its own."""
     readout: Callable[[Tensor], Tensor] | None = None
     """Hidden states to logits: final norm and head."""
     layer: int | None = None
@@ -73,11 +75,19 @@ class Context:
         """Number of keys that each query attends to."""
         return self.window if self.cache else time
 
+    def state(self, name: int | str, *, like: Tensor) -> Tensor:
+        """A method's state in the cache, as `KVCache.state`."""
+        assert self.cache is not None
+        return self.cache.state(self._named(name), like=like)
+
     def remember(self, name: int | str, values: Tensor) -> None:
         """Store a method's state after each token, `[batch, time, ...]`, in the cache, if there is one."""
         if self.cache is not None:
             assert self.writes is not None
-            self.cache.remember(name, values, self.writes)
+            self.cache.remember(self._named(name), values, self.writes)
+
+    def _named(self, name: int | str) -> int | str:
+        return f"{name} {self.span}" if self.span else name
 
     def spare(self, h: Tensor) -> Tensor:
         """h, copied if the next block may overwrite it (sparse execution); for callers that still need h."""

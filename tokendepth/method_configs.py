@@ -259,7 +259,7 @@ class SpanConfig(MethodConfig):
     begin: int = 1
     """Number of blocks before the span, which every token goes through."""
     length: int | None = None
-    """Number of blocks in the span; by default, as many blocks follow it as precede it."""
+    """Number of blocks in the span; by default, as many blocks follow the last span as precede the first."""
     budget: float = 0.25
     """Share of the tokens that take the span, above 0 and up to 1; 0 if a bypass replaces it for all tokens. For rule:
     about the share of word ends in your text, since training has room for 1.5 times as many in each sequence."""
@@ -288,10 +288,18 @@ class SpanConfig(MethodConfig):
     and unweighted updates."""
     width: int | None = None
     """Width of the span's blocks; by default the model's."""
+    spans: int = 1
+    """Number of spans of this length, each with its own decisions."""
+    between: int = 1
+    """Number of blocks between two spans, which every token goes through."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("method.begin", self.begin, 0, 1000)
+        check_range("method.spans", self.spans, 1, 1000)
+        check_range("method.between", self.between, 0, 1000)
+        if self.spans > 1:
+            check(not self.bypass, "method.spans", self.spans, "1, since a bypass is fitted to one span")
         if self.bypass:
             check(self.carry == "none", "method.carry", self.carry, "none, since a bypass is itself an update")
         check_range("method.anneal", self.anneal, 0, 1)
@@ -340,9 +348,11 @@ class SpanConfig(MethodConfig):
         """Whether no token takes the span because the bypass replaces it."""
         return self.bypass and self.budget == 0
 
-    def blocks(self, n_layer: int) -> range:
-        """Which of the model's blocks are the span."""
-        return range(self.begin, self.begin + (self.length or max(1, n_layer - 2 * self.begin)))
+    def ranges(self, n_layer: int) -> list[range]:
+        """Which of the model's blocks are the spans, in order."""
+        length = self.length or max(1, (n_layer - 2 * self.begin - (self.spans - 1) * self.between) // self.spans)
+        begins = (self.begin + n * (length + self.between) for n in range(self.spans))
+        return [range(begin, begin + length) for begin in begins]
 
     def inner(self, model: "ModelConfig") -> "ModelConfig":
         """The model config of the span's blocks: their width, with the same heads, so that one cache fits all."""
@@ -352,9 +362,10 @@ class SpanConfig(MethodConfig):
         return replace(model, d_model=self.width, d_ff=d_ff, head_width=model.width)
 
     def check_model(self, model: "ModelConfig") -> None:
-        end = self.blocks(model.n_layer).stop
-        expected = f"at least {end}, since the span has blocks {self.begin} to {end - 1}, counted from 0"
-        check(end <= model.n_layer, "model.n_layer", model.n_layer, expected)
+        *_, last = self.ranges(model.n_layer)
+        name = "the span" if self.spans == 1 else "the last span"
+        expected = f"at least {last.stop}, since {name} has blocks {last.start} to {last.stop - 1}, counted from 0"
+        check(last.stop <= model.n_layer, "model.n_layer", model.n_layer, expected)
 
     def check_retrofit(self, is_one: bool) -> None:
         teaches, widens = not is_one and self.gain == "teacher", is_one and self.width is not None

@@ -57,7 +57,7 @@ class DepthTrace:
     valid: Any = None
     """`[batch, time]`, False at padding; None if there is no padding."""
     fewer_keys: Any = None
-    """`[batch]`: by how many keys packing shortened each active token's attention; None without packing."""
+    """`[site, batch]`: by how many keys packing shortened each active token's attention; None without packing."""
     read_alone: bool = False
     """Whether the output head ran for only one token of each sequence, as when a prompt is read."""
 
@@ -83,8 +83,8 @@ class DepthTrace:
         """FLOPs that packing saved in attention."""
         fewer, per_sequence = self.fewer_keys.tolist(), work.sum(2).tolist()
         return sum(
-            site.per_key * sum(n * keys for n, keys in zip(active, fewer, strict=True))
-            for site, active in zip(self.sites, per_sequence, strict=True)
+            site.per_key * sum(n * keys for n, keys in zip(active, shorter, strict=True))
+            for site, active, shorter in zip(self.sites, per_sequence, fewer, strict=True)
         )
 
 

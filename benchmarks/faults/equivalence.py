@@ -136,8 +136,8 @@ def _free(model: LanguageModel, ids: Tensor, found: Found) -> None:
 def _given(model: LanguageModel, ids: Tensor, found: Found, seed: int) -> None:
     shape = (len(routed_sites(model)), *ids.shape)
     decisions = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < (0.1, 0.4, 0.9)[seed % 3]
-    if model.method.one_decision:
-        decisions = decisions[:1].expand(shape)
+    together = model.method.sites_per_decision
+    decisions = decisions[::together].repeat_interleave(together, 0)
     how = {"decisions": decisions} if shape[0] else {}
     hard, sparse = (_passed(model, ids, execution, **how) for execution in ("hard", "sparse"))
     found.given = max(found.given, relative_error(sparse.logits, hard.logits))

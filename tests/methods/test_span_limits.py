@@ -6,7 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.methods.test_span import MODEL, MODERN, close, dense_like, each_execution, given, method_of, span, tokens
+from tests.methods.test_span import (
+    MODEL,
+    MODERN,
+    close,
+    dense_like,
+    each_execution,
+    given,
+    method_of,
+    place_of,
+    span,
+    tokens,
+)
 from tokendepth.config import ModelConfig
 from tokendepth.methods.base import blocks_of
 from tokendepth.model import LanguageModel
@@ -59,7 +70,7 @@ def test_weighted_updates_of_every_token_by_hand(shape, execution, keys):
     every = torch.ones_like(ids, dtype=torch.bool)
     before, after = by_blocks(model, ids, every, keys="all")
     method, (_, ctx) = method_of(model), model.entering(ids, "hard")
-    weight = torch.sigmoid(method.decider(method._seen(before), ctx))[..., None]
+    weight = torch.sigmoid(method.decider(method.seen(before, place_of(model)), ctx))[..., None]
     found = model(ids, execution=execution, decisions=given(every)).logits
     assert close(found, finished(model, ids, before + weight * (after - before)))
     assert not close(found, dense_like(model)(ids).logits)

@@ -90,5 +90,5 @@ def on_host(trace: DepthTrace) -> DepthTrace:
 
 def columns_of(trace: DepthTrace, row: int, begin: int, end: int) -> DepthTrace:
     """The trace of the tokens `begin` to `end` of one sequence, none of them padding."""
-    fewer = None if trace.fewer_keys is None else trace.fewer_keys[row : row + 1]
+    fewer = None if trace.fewer_keys is None else trace.fewer_keys[:, row : row + 1]
     return replace(trace, work=trace.work[:, row : row + 1, begin:end], valid=None, fewer_keys=fewer)

@@ -321,9 +321,10 @@ def draft_thresholds(
         return [math.inf] * sites
     if calibrated:
         return _calibrated(model, run, share, show)
-    if method.one_decision:
+    together = method.sites_per_decision
+    if together == sites > 1:
         raise UserError(f"--speculate is {share:g}; expected auto or 0, since this {name} has one decision for all")
-    works = max(1, round(share * sites))
+    works = together * max(1, round(share * sites / together))
     return [-math.inf] * works + [math.inf] * (sites - works)
 
 

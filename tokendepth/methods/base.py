@@ -44,8 +44,8 @@ class Method(nn.Module):
     """Whether soft execution weights what hard execution skips; if not, soft equals hard."""
     decides_by_threshold = True
     """Whether every decision compares a score with a threshold, so that `forward` can be given thresholds."""
-    one_decision = False
-    """Whether all routed sites share one decision; if decisions are given for each site, the first is used."""
+    sites_per_decision = 1
+    """How many adjacent routed sites share a decision; if decisions are given for each site, the first one is used."""
     skips_on_device = False
     """Whether sparse execution with kernels needs no host synchronisation."""
     packs = False

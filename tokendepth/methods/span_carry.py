@@ -47,7 +47,7 @@ class Passing:
             update = weight[..., None].to(update.dtype) * update
         if self.carry != "none":
             cache = self.ctx.cache
-            last = None if cache is None else cache.state("span update", like=update[0, 0])
+            last = None if cache is None else self.ctx.state("span update", like=update[0, 0])
             update = carry_on(update, keep, last)
             self.ctx.remember("span update", update)
         return self._trusted(update)

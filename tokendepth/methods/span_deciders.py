@@ -135,7 +135,7 @@ class Boundary(Decider):
         assert ctx.positions is not None
         exact = torch.promote_types(x.dtype, torch.float32)
         q, k = self.query(x).to(exact), self.key(x).to(exact)
-        before = torch.zeros_like(k[:, 0]) if ctx.cache is None else ctx.cache.state("boundary key", like=k[0, 0])
+        before = torch.zeros_like(k[:, 0]) if ctx.cache is None else ctx.state("boundary key", like=k[0, 0])
         latest = k if ctx.valid is None else carry_on(k * ctx.valid[..., None], ~ctx.valid, before)
         previous = torch.cat([before[:, None], latest[:, :-1]], 1)
         ctx.remember("boundary key", latest)
@@ -192,18 +192,18 @@ class WordEnds(Decider):
 
 
 class Dice(Decider):
-    """Random numbers between 0 and 1: a hash of the token and its position, independent of batching."""
+    """Random numbers between 0 and 1: a hash of the token, its position and the span's number, whatever the batch."""
 
     statistic, reads_states = None, False
 
-    def __init__(self, config: SpanConfig) -> None:
+    def __init__(self, config: SpanConfig, number: int) -> None:
         super().__init__()
-        self.threshold = 1 - config.budget
+        self.threshold, self.number = 1 - config.budget, number
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         assert ctx.ids is not None
         assert ctx.positions is not None
-        number = ctx.ids * 40_503 + ctx.positions * 2_654_435_761
+        number = ctx.ids * 40_503 + ctx.positions * 2_654_435_761 + self.number * 97_531
         number = (number ^ (number >> 15)) * 2_246_822_519
         return ((number ^ (number >> 13)) % 2**16 + 0.5) / 2**16
 
@@ -211,7 +211,8 @@ class Dice(Decider):
         return []
 
 
-def make_decider(model: ModelConfig, config: SpanConfig) -> Decider:
+def make_decider(model: ModelConfig, config: SpanConfig, number: int) -> Decider:
+    """number: of the span, counted from 0."""
     if config.decide == "boundary":
         return Boundary(model, config)
     if config.decide == "entropy":
@@ -219,7 +220,7 @@ def make_decider(model: ModelConfig, config: SpanConfig) -> Decider:
     if config.decide == "rule":
         return WordEnds(model)
     if config.decide == "dice":
-        return Dice(config)
+        return Dice(config, number)
     return Score(model, straight=config.learn == "straight") if config.decide == "score" else Gain(model)
 
 
