@@ -4,9 +4,8 @@
     compare(max_minutes=9)                          # repeat until it reports that nothing is left
 
 First come the runs, then the costs of each setting's first seed, with nothing else running: the time of a forward pass
-on the CPU, the FLOPs of a training step, and the contents of the KV cache after reading a text. Costs need the trained
-model, so part of the time of a call is kept for the run folders that exist. If only a row is left, the model is trained
-again once there is nothing else to train.
+on the CPU and the FLOPs of a training step. Costs need the trained model, so part of the time of a call is kept for the
+run folders that exist. If only a row is left, the model is trained again once there is nothing else to train.
 """
 
 from dataclasses import dataclass, field

@@ -137,10 +137,15 @@ def _cells(outcomes: Outcomes, setting: Setting) -> list[str]:
     cost, costs = outcomes.cost(setting), outcomes.costs_of(setting)
     if cost is None or costs is None:
         return [setting.title, show(loss), *means, NOT_RUN, parameters, NOT_RUN, NOT_RUN]
-    stored, room = (_mean(outcomes.stat(setting, name), ",.0f") for name in ("kv_bytes", "kv_bytes_reserved"))
-    kept = stored if stored == room else f"{stored} of {room}"
+    kept = keys_and_values(outcomes, setting)
     training, speed = f"{costs['training FLOPs'] / 1e15:.2f}", f"{cost['time']['speedup']:.2f}"
     return [setting.title, show(loss), *means, training, parameters, kept, speed]
+
+
+def keys_and_values(outcomes: Outcomes, setting: Setting) -> str:
+    """Bytes stored per token, and those that the cache reserves, if these are more."""
+    stored, room = (_mean(outcomes.stat(setting, name), ",.0f") for name in ("kv_bytes", "kv_bytes_reserved"))
+    return stored if stored == room else f"{stored} of {room}"
 
 
 def _mean(stat: Stat | None, form: str) -> str:
@@ -227,12 +232,13 @@ def _timed(outcomes: Outcomes) -> str:
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
     """Write the page to `path` and its figures to `figures/` next to it; a figure without numbers is not drawn."""
     with needs_report_extra(results):
-        from paper import depth, tuned
+        from paper import depth, gaps, tuned
         from paper.tradeoffs import EXECUTED, TRAINED, draw
 
     outcomes, (study, _) = Outcomes.read(results, SHAKESPEARE, quick=quick), depth.outcomes(results, quick=quick)
     drawn = {axis.name: draw(study, split="test", axis=axis) for axis in (EXECUTED, TRAINED)}
-    figures = write_figures({**drawn, "shakespeare": draw(outcomes)}, path.parent / "figures")
+    drawn |= {"gaps": gaps.of_study(results, quick=quick), "shakespeare": draw(outcomes)}
+    figures = write_figures(drawn, path.parent / "figures")
     about_study = tuned.section(results, figures, quick=quick)
     write_bytes(path, document(outcomes, figures.get("shakespeare", ""), about_study).encode())
     return path

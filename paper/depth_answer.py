@@ -28,7 +28,8 @@ def answer(results: Path, found: Outcomes, made: list[Entry], orders: list[Order
         f"{'The others' if better else 'They'} are worse, or show no clear difference."
     )
     if larger := _parameters(found, made, [one.name for one in better]):
-        first += f" {'They have' if len(better) > 1 else 'It has'} {larger} times the parameters of six dense layers."
+        who = "The better ones have" if len(better) > 1 else "The better one has"
+        first += f" {who} {larger} times the parameters of six dense layers."
     if (thin := known.get(THIN.name)) and judge(thin) == "better":
         first += f" A thinner, deeper dense model gains as well ({_shown(thin)})."
     points = [first]
@@ -42,8 +43,8 @@ def answer(results: Path, found: Outcomes, made: list[Entry], orders: list[Order
     if checked := [order for one in orders if (order := kept(one)) is not None]:
         points.append(
             f"**Settings were chosen with short runs** ({SHORT:,} steps). For {checked.count(False)} of the "
-            f"{len(checked)} methods that we checked, the runner-up was better after {LONG:,} steps, so a longer "
-            "search might change the ranking."
+            f"{len(checked)} contenders that we checked, with one seed, the runner-up was better after {LONG:,} steps, "
+            "so a longer search might change the ranking."
         )
     if used := _for_whom(results, found, made, quick=quick):
         points.append(f"**For whom it pays.** {used}")
@@ -70,7 +71,7 @@ def _for_whom(results: Path, found: Outcomes, made: list[Entry], *, quick: bool)
             speeds.setdefault(device, []).append((batch, ratio))
     told = []
     if speeds:
-        listed = "; ".join(f"on {device} {_where_faster(found)}" for device, found in speeds.items())
+        listed = "; ".join(f"on {device} {_where_faster(ratios)}" for device, ratios in speeds.items())
         told.append(f"A forward pass of *{DECIDERS['rule']}*, relative to dense models with the same loss: {listed}.")
     trained = [
         f"on {device} it is {_verdict(gap)}"
@@ -78,11 +79,11 @@ def _for_whom(results: Path, found: Outcomes, made: list[Entry], *, quick: bool)
         if (gap := _difference(with_steps(found, times), rule, "step_ms"))
     ]
     if trained:
-        told.append(f"Its loss relative to dense models trained for as long: {', '.join(trained)}.")
+        told.append(f"Its loss at equal training time: {', '.join(trained)}.")
     there, entries = spans.outcomes_at(results, BPE, quick=quick)
     for one in entries:
         if one.setting.method == RULE and (gap := _difference(there, one)):
-            told.append(f"With {BPE.title}, at equal FLOPs, it is {_verdict(gap)}.")
+            told.append(f"Its loss with {BPE.title}, at equal FLOPs, is {_verdict(gap)}.")
     return " ".join(told)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from paper import spans, time_to_loss
+from paper import time_to_loss
 from paper.comparison import FAR, table, verdicts, wrapped, write_figures
 from paper.contenders import DECIDERS, LONG, SPAN_DICE, WARM_UP
 from paper.depth import PASSES, TOKENS, measured_with, order, outcomes, step_times, with_steps
@@ -43,8 +43,6 @@ NOTES = f"""\
 - **FLOPs**: executed, per token, with routers and output head. Attention is counted over the full context, except for
   methods that pack tokens into a shorter sequence (span): there it is counted over that sequence. The column
   "{FULL_CONTEXT}" shows the difference if it were counted over the full context.
-- **training FLOPs**: per token, forward and backward, counted as dispatched; all models train on as many tokens.
-- **K/V bytes**: keys and values per token in float32, for the shares of tokens that the blocks processed on this text.
 - `random routing` has the budget, layers and learning rate chosen for budget routing, with random decisions;
   `{SPAN_DICE}` has those of `{DECIDERS["rule"]}`.
 - `+changes` after a commit: measured on a working tree that differed from that commit.
@@ -90,8 +88,9 @@ def at_equal_loss(results: Path, *, quick: bool = False) -> str:
             cells += [speed(models.time(entry, times)) for times in timed.values()]
             rows.append([models.scale, entry.setting.title, *cells])
     words = (
-        "Each model relative to dense models with the same loss (linear interpolation between the nearest two): size "
-        "of the KV cache (below 1 is smaller), and speed of a forward pass (above 1 is faster). Speeds are for the "
+        "Each model relative to dense models with the same loss (linear interpolation between the nearest two): bytes "
+        "of keys and values that are stored (below 1 is smaller; our cache has fixed shapes and reserves room for "
+        "every token in every block), and speed of a forward pass (above 1 is faster). Speeds are for the "
         "faster of eager and compiled, on a GPU in bfloat16 with CUDA graphs; each pass takes a new batch of "
         "validation text. `<` or `>`: no dense model has such a low loss; compared with the best one. `outside`: every "
         "dense model has a lower loss."
@@ -103,7 +102,7 @@ def at_equal_loss(results: Path, *, quick: bool = False) -> str:
         )
     if rows_of_passes := rows_so_far(results / PASSES):
         words += f" Measured with: {measured_with(rows_of_passes)}."
-    return f"{wrapped(words)}\n\n{table(['scale', 'setting', 'loss', 'KV cache', *speeds], rows, words=2)}"
+    return f"{wrapped(words)}\n\n{table(['scale', 'setting', 'loss', 'keys and values', *speeds], rows, words=2)}"
 
 
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
@@ -117,7 +116,6 @@ def write(results: Path, path: Path, *, quick: bool = False) -> Path:
         device: draw(with_steps(found, there), split="test", axis=timed_on(device)) for device, there in times.items()
     }
     drawn["time to a loss"] = loss_over_time.draw(time_to_loss.lines(results, quick=quick), times)
-    scales = {scale: spans.outcomes_at(results, scale, quick=quick)[0] for scale in spans.SCALES}
-    drawn["gaps"] = gaps.of_study(found, scales)
+    drawn["gaps"] = gaps.of_study(results, quick=quick)
     write_bytes(path, document(results, write_figures(drawn, path.parent / "figures"), quick=quick).encode())
     return path

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from paper.comparison import judge, table, wrapped
+from paper.comparison import judge, keys_and_values, table, wrapped
 from paper.depth import TIMES, Entry, measured_with, step_times, with_steps
 from paper.evidence import BITS, NOT_RUN, show
 from paper.outcomes import OUTSIDE, Cost, Outcomes
@@ -26,14 +26,18 @@ def executed(found: Outcomes, made: list[Entry]) -> str:
         if loss is None:
             rows.append([*cells, *[""] * (len(titles) + 2 - len(cells))])
             continue
-        flops, active, parameters, kept = (
-            found.stat(setting, name) for name in ("flops_per_token", "active_fraction", "parameters", "kv_bytes")
+        flops, active, parameters = (
+            found.stat(setting, name) for name in ("flops_per_token", "active_fraction", "parameters")
         )
-        assert kept is not None
         assert flops is not None
         assert active is not None
         assert parameters is not None
-        figures = [f"{flops.mean:,.0f}", f"{active.mean:.3f}", f"{parameters.mean:,.0f}", f"{kept.mean:,.0f}"]
+        figures = [
+            f"{flops.mean:,.0f}",
+            f"{active.mean:.3f}",
+            f"{parameters.mean:,.0f}",
+            keys_and_values(found, setting),
+        ]
         rows.append([*cells, *_beside(found, entry, "flops_per_token"), by_full_rows(found, entry), *figures])
     return table([*titles, "parameters", "K/V bytes"], rows)
 

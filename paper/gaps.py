@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,9 +10,9 @@ from matplotlib.ticker import PercentFormatter
 
 from paper import spans
 from paper.comparison import judge
+from paper.depth import outcomes
 from paper.outcomes import Outcomes
-from paper.scales import against_six_layers, at_equal_flops
-from paper.spans import Scale
+from paper.scales import against_six_layers, at_equal_flops, outcomes_at_scales
 from paper.tradeoffs import NAMES
 from tokendepth.report.figures import WIDTH, Drawing, render, style
 from tokendepth.report.palette import ACTIVE, ALARM, INK, look
@@ -29,15 +30,17 @@ class Gap:
     """Of the loss, relative to dense models, seed by seed."""
 
 
-def of_study(found: Outcomes, scales: Mapping[Scale, Outcomes]) -> Drawing | None:
-    """All methods at the first scale, then span at word ends at all others."""
-    name = NAMES[spans.RULE]
+def of_study(results: Path, *, quick: bool = False) -> Drawing | None:
+    """All methods at the first scale, then span at word ends at others."""
+    scales, name = outcomes_at_scales(results, quick=quick), NAMES[spans.RULE]
+    beside = {title: gap for title, gap in at_equal_flops(scales).items() if title != spans.BASE.title}
     groups = {
-        "All methods, same tuning": gaps(found),
-        f"{name}, at other scales": [Gap(*one) for one in at_equal_flops(scales).items()],
+        "All methods, same tuning": gaps(outcomes(results, quick=quick)[0]),
+        f"{name}, at other scales": [Gap(*one) for one in beside.items()],
         f"{name}, relative to six dense layers": [Gap(*one) for one in against_six_layers(scales).items()],
     }
-    return draw(groups, "gaps-enwik8", "enwik8, bytes, width 256 unless a row says otherwise")
+    about = "In the last group relative to six dense layers alone, whose FLOPs are slightly higher."
+    return draw(groups, "gaps-enwik8", "enwik8, bytes, width 256 unless a row says otherwise", about)
 
 
 def gaps(found: Outcomes) -> list[Gap]:
@@ -51,8 +54,8 @@ def gaps(found: Outcomes) -> list[Gap]:
     return sorted(made, key=lambda gap: gap.difference.mean)
 
 
-def draw(groups: Mapping[str, Sequence[Gap]], name: str, title: str) -> Drawing | None:
-    """Groups of rows below each other, with their headings."""
+def draw(groups: Mapping[str, Sequence[Gap]], name: str, title: str, about: str = "") -> Drawing | None:
+    """Groups of rows below each other, with their headings; `about` is added to the caption."""
     groups = {words: rows for words, rows in groups.items() if rows}
     if not groups:
         return None
@@ -73,9 +76,8 @@ def draw(groups: Mapping[str, Sequence[Gap]], name: str, title: str) -> Drawing 
         first.annotate("dense", (0.5, 1.01), xycoords="axes fraction", color=INK, va="bottom", ha="center")
         first.annotate("worse", (0.99, 1.01), xycoords="axes fraction", color=ALARM, va="bottom", ha="right")
         caption = (
-            f"{title}: test loss with tokens really skipped, relative to dense models with the same executed FLOPs. In "
-            "the last group relative to six dense layers alone, whose FLOPs are slightly higher. Bars: standard "
-            "deviation over seeds. Hollow: one seed. Grey: no clear difference."
+            f"{title}: test loss with tokens really skipped, relative to dense models with the same executed FLOPs. "
+            f"{about} Bars: standard deviation over seeds. Hollow: one seed. Grey: no clear difference."
         )
         return render(figure, name, caption)
 

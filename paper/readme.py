@@ -236,14 +236,13 @@ def findings(results: Path) -> str:
         "gate weights near zero, not skipped work."
     )
     adjacent = (
-        "**One decision for several adjacent blocks, taken at word ends, beats dense models on the bytes of enwik8.** "
-        "In [`span`](docs/methods/span.md) only tokens at word ends go through the middle four of nine blocks. Its "
-        f"loss is {gap(spans.RULE)} that of dense models with the same FLOPs and {_compared(thinner)} that of a "
-        f"thinner and deeper one; at twice the width {at(spans.WIDE.title)}, with four times the context "
-        f"{at('context 1,024')} ({at('context 1,024', 'full_rows_flops')} if attention is counted over the full "
-        "context). Compared with six dense layers alone, which have two thirds of the parameters, it is "
-        f"{six(spans.BASE)} after {LONG:,} steps and {six(spans.FOURTEEN_TIMES)} after {spans.FOURTEEN_TIMES.steps:,} "
-        "(many passes over the text)."
+        "**Sending only word ends through four of nine blocks beats dense models on the bytes of enwik8.** That is "
+        "[`span`](docs/methods/span.md), with one decision per token for the four blocks. Its loss is "
+        f"{gap(spans.RULE)} that of dense models with the same FLOPs and {_compared(thinner)} that of a thinner and "
+        f"deeper one; at twice the width {at(spans.WIDE.title)}, with four times the context {at('context 1,024')} "
+        f"({at('context 1,024', 'full_rows_flops')} if attention is counted over the full context). Compared with six "
+        f"dense layers alone, which have two thirds of the parameters, it is {six(spans.BASE)} after {LONG:,} steps "
+        f"and {six(spans.FOURTEEN_TIMES)} after {spans.FOURTEEN_TIMES.steps:,} (many passes over the text)."
     )
     boundaries = (
         f"**Boundaries can be learned if they are taught word ends first** ({gap('span_taught')} dense models; tested "

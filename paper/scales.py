@@ -26,19 +26,23 @@ def inner_width(results: Path, *, quick: bool = False) -> str:
     return f"{wrapped(words)}\n\n{table(BESIDE, rows)}"
 
 
+def outcomes_at_scales(results: Path, *, quick: bool = False) -> dict[Scale, Outcomes]:
+    return {scale: spans.outcomes_at(results, scale, quick=quick)[0] for scale in spans.SCALES}
+
+
 def at_equal_flops(scales: Mapping[Scale, Outcomes]) -> dict[str, Stat]:
-    """Span at word ends relative to dense models with the same FLOPs, at all scales but the first that have several."""
+    """Span at word ends relative to dense models with the same FLOPs, at scales that have several dense models."""
     gaps = {}
     for scale, found in scales.items():
         line = [one for one in found.of("dense") if found.executed(one)]
-        against = found.beside(rule) if (rule := _rule(found)) and len(line) > 1 and scale != spans.BASE else None
+        against = found.beside(rule) if (rule := _rule(found)) and len(line) > 1 else None
         if isinstance(against, tuple):
             gaps[scale.title] = against[1]
     return gaps
 
 
 def against_six_layers(scales: Mapping[Scale, Outcomes]) -> dict[str, Stat]:
-    """Span at word ends relative to the one dense model that was trained for as long, over the length of training."""
+    """Span at word ends relative to six dense layers, over the length of training."""
     gaps = {}
     for scale in (*spans.lengths(), *(one for one in spans.SCALES if one.width != spans.BASE.width)):
         found = scales[scale]
@@ -54,16 +58,13 @@ def _rule(found: Outcomes) -> Setting | None:
 
 
 def _in_short(results: Path, *, quick: bool) -> str:
-    scales = {scale: spans.outcomes_at(results, scale, quick=quick)[0] for scale in spans.SCALES}
-    first = scales[spans.BASE]
-    base = first.beside(rule) if (rule := _rule(first)) else None
-    beside = {spans.BASE.title: base[1]} if isinstance(base, tuple) else {}
-    told = []
+    scales, told = outcomes_at_scales(results, quick=quick), []
     for words, gaps in (
-        ("dense models with the same FLOPs", beside | at_equal_flops(scales)),
+        ("dense models with the same FLOPs", at_equal_flops(scales)),
         ("six dense layers", against_six_layers(scales)),
     ):
-        listed = [f"{title} {gap.text('+.2%')}{'' if gap.std else ' (one seed)'}" for title, gap in gaps.items()]
+        alone = {title: " (one seed)" if gap.std is None else "" for title, gap in gaps.items()}
+        listed = [f"{title} {gap.text('+.2%')}{alone[title]}" for title, gap in gaps.items()]
         if listed:
             told.append(f"Relative to {words}: {'; '.join(listed)}.")
     return " ".join(told)

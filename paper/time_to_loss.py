@@ -147,32 +147,34 @@ def section(results: Path, *, quick: bool = False) -> str:
     return "\n".join([f"{wrapped(words)}\n", table(titles, rows), *_if_deeper(trained, devices)])
 
 
-def _if_deeper(found: list[Line], devices: Mapping[str, Times]) -> Iterator[str]:
-    """How eight layers would compare where only six were trained, if they stay as far below them as they last were."""
-    six, eight, span = (
+def _if_deeper(found: list[Line], devices: Mapping[str, Times]) -> list[str]:
+    """How deeper dense models would compare, if they stayed as far below six layers as after their longest training."""
+    six, span = (
         next((line for line in found if name in (line.title, line.method)), None)
-        for name in ("dense, 6 layers", "dense, 8 layers", spans.RULE)
+        for name in (spans.DENSE_SIX.title, spans.RULE)
     )
-    if six is None or eight is None or span is None or not (both := six.losses.keys() & eight.losses.keys()):
-        return
-    last = max(both)
-    seeds = six.losses[last].keys() & eight.losses[last].keys()
-    ratio = mean(eight.losses[last][seed] / six.losses[last][seed] for seed in seeds)
-    guessed = {
-        steps: {seed: ratio * loss for seed, loss in by_seed.items()}
-        for steps, by_seed in six.losses.items()
-        if steps >= last
-    }
-    needed = [_reached(span, length, replace(eight, losses=guessed)) for length in span.losses if length > last]
-    if not (known := [one for one in needed if one and not one.bound]):
-        return
+    if six is None or span is None:
+        return []
+    rows = []
+    for dense in found[found.index(six) + 1 :]:
+        if dense is not span and (both := six.losses.keys() & dense.losses.keys()):
+            last = max(both)
+            seeds = six.losses[last].keys() & dense.losses[last].keys()
+            ratio = mean(dense.losses[last][seed] / six.losses[last][seed] for seed in seeds)
+            losses = {
+                n: {seed: ratio * loss for seed, loss in one.items()} for n, one in six.losses.items() if n >= last
+            }
+            about = f"{dense.title}, {1 - ratio:.1%} below six layers, as after {last:,} steps (n={len(seeds)})"
+            needed = (_reached(span, length, replace(dense, losses=losses)) for length in span.losses if length > last)
+            rows += [
+                [about, f"{one.length:,}", *(one.speed(times) for times in devices.values())] for one in needed if one
+            ]
+    if not rows:
+        return []
     words = (
-        f"Deeper dense models might need less time. Eight layers were not trained for more than {last:,} steps, where "
-        f"they are {1 - ratio:.1%} below six (n={len(seeds)}). If they stayed that far below, the speed of span, "
-        "relative to them, would be:"
+        "Deeper dense models were not trained for as long, and might need less time. This table guesses: it assumes "
+        "that they stay as far below six layers as after their longest training. If that distance grows with "
+        "training, span does worse than the table says; if it shrinks, better."
     )
-    yield f"{wrapped(words)}\n"
-    for one in known:
-        speeds = "; ".join(f"{one.speed(times)} on {device}" for device, times in devices.items())
-        yield wrapped(f"- to its loss after {one.length:,} steps: {speeds}.")
-    yield ""
+    titles = ["guessed", "steps of span", *(f"speed of span, {device}" for device in devices)]
+    return [f"{wrapped(words)}\n", table(titles, rows)]

@@ -14,17 +14,25 @@ from paper.search import Search
 from tokendepth.report.summary import DASH
 
 ABOUT = (
-    f"Losses are on test text. All models have the same kind of block, optimiser, batches and number of steps "
-    f"({LONG:,}), and about the executed FLOPs of six dense layers. The columns are explained in "
-    "[WHERE_DEPTH_PAYS.md](WHERE_DEPTH_PAYS.md#how-to-read-the-tables), which also compares at equal training time and "
-    "at equal loss, and has larger models and longer training."
+    "Losses are on test text. All models have the same kind of block, optimiser, batches and number of steps "
+    f"({LONG:,}), and about the executed FLOPs of six dense layers. "
+    "[WHERE_DEPTH_PAYS.md](WHERE_DEPTH_PAYS.md#how-to-read-the-tables) explains the other columns, compares at equal "
+    "training time and at equal loss, and has larger models and longer training. The rows come from "
+    "`python -m paper search` and `depth`."
 )
+COLUMNS = """\
+- **active**: the share of tokens that a routed block processes, averaged over routed blocks.
+- **K/V bytes**: keys and values stored per token in float32, for the shares of tokens that the blocks processed; `of`
+  gives the size reserved by the cache if that is more, since its shapes are fixed.
+- **training FLOPs**: per token, forward and backward, counted as dispatched; all models train on as many tokens.
+"""
 CHANGED = (
     "**The rule was changed twice after results were known**, and everything that it concerns was run again. At first "
     "there was no warm-up, and deep models trained badly: twelve dense layers were worse than eight. In that search "
     "span at word ends was worse than dense models, and Mixture-of-Depths better. Then long runs had 100 steps of "
     "warm-up, and seeds of one dense model differed more than methods do, so long runs now warm up for an eighth of "
-    "their steps, as short ones do. The [log](LOG.md) has the numbers."
+    "their steps, as short ones do. Two contenders, span with taught boundaries and span with entropy, were added "
+    "after the first results on test text. The [log](LOG.md) has the numbers."
 )
 SELECTED = (
     f"Losses are on validation text after {SHORT:,} steps. The difference is relative to dense models with the same "
@@ -38,9 +46,10 @@ def section(results: Path, figures: Mapping[str, str], *, quick: bool = False) -
     if not (who := verdicts(found)):
         return f"{NOT_RUN}\n"
     parts = [
-        "![Test loss of every method relative to dense models with the same FLOPs](figures/gaps-enwik8.png)\n",
+        figures.get("gaps", ""),
         who,
         f"{wrapped(ABOUT)}\n",
+        COLUMNS,
         f"### At equal executed FLOPs\n\n{executed(found, made)}",
         figures.get("", ""),
         f"### At equal training FLOPs\n\n{trained(found, made)}",
@@ -56,8 +65,8 @@ def section(results: Path, figures: Mapping[str, str], *, quick: bool = False) -
 
 def _contenders() -> str:
     """Each of them has its own runs."""
-    deciders = sum(one.method == "span" for one in contenders.CONTENDERS)
-    return f"Every decider of span is a contender of its own, so span has {deciders} times eight runs."
+    runs = sum(len(one.values) * len(contenders.RATES) for one in contenders.CONTENDERS if one.method == "span")
+    return f"Every decider of span is a contender of its own, so span has {runs} runs."
 
 
 def rule() -> str:
