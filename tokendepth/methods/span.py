@@ -179,7 +179,8 @@ class Span(OneSpan):
         return torch.stack(active) if len(spans) > 1 else active[0]
 
     def live_thresholds(self) -> Tensor:
-        return torch.stack([span.threshold for span in self.spans]).repeat_interleave(self.sites_per_decision)
+        own, *others = (span.threshold.expand(self.sites_per_decision) for span in self.spans)
+        return torch.cat([own, *others]) if others else own
 
     def set_thresholds(self, values: list[float]) -> None:
         for span, value in zip(self.spans, values[:: self.sites_per_decision], strict=True):
