@@ -29,6 +29,7 @@ from tokendepth.measure.calibrate import calibrate_on
 from tokendepth.measure.evaluate import evaluate, load_model
 from tokendepth.methods import build
 from tokendepth.methods.base import divergence
+from tokendepth.methods.span import Span
 from tokendepth.model import LanguageModel
 from tokendepth.report import build as build_report
 from tokendepth.retrofit_config import RetrofitConfig
@@ -196,9 +197,9 @@ def test_the_gain_is_the_divergence_of_the_model_without_the_span_from_the_teach
     other = lively(SHAPE, DenseConfig(), seed=3)(ids).logits.detach()
     with torch.no_grad():
         skipped = without(ids).logits
-        entering, ctx = model.entering(ids, "hard")
-        seen = model.method._seen(model.method.blocks[0](entering, ctx))  # pyright: ignore
-        score = model.method.decider(seen, ctx)  # pyright: ignore
+        (entering, ctx), method = model.entering(ids, "hard"), model.method
+        assert isinstance(method, Span)
+        score = method.decider(method.seen(method.blocks[0](entering, ctx), method._place(method)), ctx)
     for teacher in (other, None):
         told = other if teacher is not None else dense(ids).logits.detach()
         target = torch.log1p(10 * divergence(told, skipped))

@@ -100,7 +100,7 @@ def test_what_the_router_of_a_span_learns(base, router, expected):
     method = plan(base, RetrofitOptions(router=router, begin=1, length=2)).method
     assert isinstance(method, SpanConfig)
     assert (method.decide, method.gain, method.keys, method.carry) == ("gain", expected, "all", "none")
-    assert method.blocks(4) == range(1, 3)
+    assert method.ranges(4) == [range(1, 3)]
 
 
 def test_a_linear_map_replaces_the_blocks_that_would_be_dropped(base):
@@ -108,7 +108,7 @@ def test_a_linear_map_replaces_the_blocks_that_would_be_dropped(base):
     dropped = plan(base, RetrofitOptions(method="drop", budget=0.7)).retrofit
     assert isinstance(config.method, SpanConfig)
     assert dropped is not None
-    assert (config.method.blocks(4), config.method.replaced) == (dropped.dropped, True)
+    assert (config.method.ranges(4), config.method.replaced) == ([dropped.dropped], True)
     model = config.model
     block = 1 / model.n_layer
     linear = 2 * model.d_model**2

@@ -322,7 +322,7 @@ def draft_thresholds(
     if calibrated:
         return _calibrated(model, run, share, show)
     together = method.sites_per_decision
-    if together == sites > 1:
+    if together == sites:
         raise UserError(f"--speculate is {share:g}; expected auto or 0, since this {name} has one decision for all")
     works = together * max(1, round(share * sites / together))
     return [-math.inf] * works + [math.inf] * (sites - works)
