@@ -31,26 +31,26 @@ LITTLE = 0.01
 """Target: train until doubling the steps gains the dense model less than this."""
 TRIED = {
     "wide": (
-        "Width 512. Twice the steps leave the difference where it is. Blocks of another width within the span lose "
-        "quality at width 256 ([below](#span-with-a-different-inner-width)). Not tried at width 512: taught "
+        "**Width 512.** Twice the steps leave the difference where it is. Blocks of another width within the span "
+        "lose quality at width 256 ([below](#span-with-a-different-inner-width)). Not tried at width 512: taught "
         "boundaries, dense models of twelve layers, longer training."
     ),
     "few": (
-        "A forward pass on a GPU with few sequences. However few tokens take the span, its blocks are launched, and a "
-        "dense model with the same loss has fewer blocks in all. Kernels that work on listed rows are about as fast as "
-        "rows packed into one matrix; a kernel for the attention of packed rows, and outer blocks by library calls, "
-        "did not help enough. Log: *three seeds of everything*, *a span is packed on the H200*."
+        "**A forward pass on a GPU with few sequences.** However few tokens take the span, its blocks are launched, "
+        "and a dense model with the same loss has fewer blocks in all. Kernels that work on listed rows are about as "
+        "fast as rows packed into one matrix; a kernel for the attention of packed rows, and outer blocks by library "
+        "calls, did not help enough. Log: *three seeds of everything*, *a span is packed on the H200*."
     ),
     "many": (
-        "A forward pass on a GPU with many sequences. With listed rows it took longer than dense models of the same "
-        "loss; with tokens packed once for the whole span, in two CUDA graphs, it takes less time, but on average not "
-        "enough. Log: *three seeds, and a span beats dense models*, *a span is packed on the H200*, *the gap grows "
-        "with training*."
+        "**A forward pass on a GPU with many sequences.** With listed rows it took longer than dense models of the "
+        "same loss; with tokens packed once for the whole span, in two CUDA graphs, it takes less time, but on "
+        "average not enough. Log: *three seeds, and a span beats dense models*, *a span is packed on the H200*, *the "
+        "gap grows with training*."
     ),
     "kept": (
-        "Keys and values. The blocks outside the span keep those of every token, and these alone are about what the "
-        "target allows. A longer span with as many FLOPs stores as much; wider blocks in the span have a higher loss. "
-        "Not tried: long training with deeper dense models to compare with. Log: *three seeds of everything*."
+        "**Keys and values.** The blocks outside the span keep those of every token, and these alone are about what "
+        "the target allows. A longer span with as many FLOPs stores as much; wider blocks in the span have a higher "
+        "loss. Not tried: long training with deeper dense models to compare with. Log: *three seeds of everything*."
     ),
 }
 """What was tried for targets that were missed."""

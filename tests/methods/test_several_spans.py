@@ -177,7 +177,7 @@ def test_losses_of_all_spans_are_added_up():
     for span in method.spans:
         for block in method._before(span):
             hidden = block(hidden, ctx)
-        ran = span.run(hidden, ctx, method._place(span))
+        ran = span.run(hidden, ctx, method._blocks_of_span(span))
         hidden, total = ran.hidden, total + ran.losses["entropy"].item()
     assert out.losses["entropy"].item() == pytest.approx(total, rel=1e-6)
     out.losses["entropy"].backward()

@@ -23,7 +23,7 @@ from tokendepth.methods import build
 from tokendepth.methods.base import divergence
 from tokendepth.methods.budget import gain_target
 from tokendepth.methods.mod import Selected
-from tokendepth.methods.one_span import ROOM, Place
+from tokendepth.methods.one_span import ROOM, SpanBlocks
 from tokendepth.methods.span import Span
 from tokendepth.methods.span_bypass import Bypass
 from tokendepth.methods.span_carry import Passing
@@ -56,9 +56,9 @@ def method_of(model: LanguageModel) -> Span:
     return model.method
 
 
-def place_of(model: LanguageModel) -> Place:
+def span_blocks(model: LanguageModel) -> SpanBlocks:
     method = method_of(model)
-    return method._place(method)
+    return method._blocks_of_span(method)
 
 
 def tokens(batch: int = 4, seed: int = 0) -> Tensor:
@@ -316,7 +316,7 @@ def test_the_entropy_is_that_of_what_the_state_predicts():
     head = method.decider.head.weight
     with torch.no_grad():
         head.mul_(50)
-        seen = method.seen(method.blocks[0](embedded, ctx), place_of(model))
+        seen = method.seen(method.blocks[0](embedded, ctx), span_blocks(model))
         score = method.decider(seen, ctx)
         predicted = torch.distributions.Categorical(logits=seen @ head.T)
     assert close(score, predicted.entropy())
@@ -342,7 +342,7 @@ def test_the_gain_is_what_a_token_loses_without_the_span():
             for one in (dense_like(model, skip=method_of(model).span), dense_like(model))
         )
         hidden = method_of(model).blocks[0](embedded, ctx)
-        score = method_of(model).decider(method_of(model).seen(hidden, place_of(model)), ctx)
+        score = method_of(model).decider(method_of(model).seen(hidden, span_blocks(model)), ctx)
     target = gain_target(without - dense)
     assert out.losses["gain"].item() == pytest.approx((score - target)[:, 3:].square().mean().item(), rel=1e-4)
     assert target.std() > 0.1

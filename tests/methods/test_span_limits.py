@@ -14,8 +14,8 @@ from tests.methods.test_span import (
     each_execution,
     given,
     method_of,
-    place_of,
     span,
+    span_blocks,
     tokens,
 )
 from tokendepth.config import ModelConfig
@@ -70,7 +70,7 @@ def test_weighted_updates_of_every_token_by_hand(shape, execution, keys):
     every = torch.ones_like(ids, dtype=torch.bool)
     before, after = by_blocks(model, ids, every, keys="all")
     method, (_, ctx) = method_of(model), model.entering(ids, "hard")
-    weight = torch.sigmoid(method.decider(method.seen(before, place_of(model)), ctx))[..., None]
+    weight = torch.sigmoid(method.decider(method.seen(before, span_blocks(model)), ctx))[..., None]
     found = model(ids, execution=execution, decisions=given(every)).logits
     assert close(found, finished(model, ids, before + weight * (after - before)))
     assert not close(found, dense_like(model)(ids).logits)

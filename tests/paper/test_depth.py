@@ -475,7 +475,7 @@ def test_a_missed_target_says_what_was_tried(searched):
         (searched / depth.ROWS).write_text(json.dumps(rows))
         return depth_targets.targets(searched).partition("### Missed, and what was tried")[2]
 
-    assert "- Keys and values. " in tried(1.0)
+    assert "- **Keys and values.** " in tried(1.0)
     assert not tried(0.0)
 
 

@@ -199,7 +199,7 @@ def test_the_gain_is_the_divergence_of_the_model_without_the_span_from_the_teach
         skipped = without(ids).logits
         (entering, ctx), method = model.entering(ids, "hard"), model.method
         assert isinstance(method, Span)
-        score = method.decider(method.seen(method.blocks[0](entering, ctx), method._place(method)), ctx)
+        score = method.decider(method.seen(method.blocks[0](entering, ctx), method._blocks_of_span(method)), ctx)
     for teacher in (other, None):
         told = other if teacher is not None else dense(ids).logits.detach()
         target = torch.log1p(10 * divergence(told, skipped))

@@ -38,7 +38,7 @@ ROOM = 1.5
 
 
 @dataclass(frozen=True)
-class Place:
+class SpanBlocks:
     """The blocks of a span, and those that follow it."""
 
     within: list[Block]
@@ -46,7 +46,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Ran:
+class SpanOutput:
     """What a span did in one forward pass."""
 
     hidden: Tensor
@@ -57,7 +57,7 @@ class Ran:
 
 
 class OneSpan(ExactBuffers, Method):
-    """Everything about a span but the blocks, which `Span` has, and passes as a `Place`."""
+    """Everything about a span but its blocks, which `Span` has and passes."""
 
     threshold: Tensor
     skipping: Tensor
@@ -92,29 +92,29 @@ class OneSpan(ExactBuffers, Method):
         self.told.fill_(float(done < self.knobs.taught))
         self.skipping.fill_((1 - self.knobs.budget) * annealed(done, self.knobs.anneal))
 
-    def run(self, hidden: Tensor, ctx: Context, place: Place, known_score: Tensor | None = None) -> Ran:
+    def run(self, hidden: Tensor, ctx: Context, blocks: SpanBlocks, known_score: Tensor | None = None) -> SpanOutput:
         """From the states at its entry. known_score: if it was computed before."""
         ctx = replace(ctx, span=self.number)
         reads = self.bypass is not None or (known_score is None and not self.decides_by_text)
-        seen = self.seen(hidden, place) if reads else hidden
+        seen = self.seen(hidden, blocks) if reads else hidden
         score: Tensor = self.decider(seen, ctx) if known_score is None else known_score
         ends = self.rule(seen, ctx) if self.rule is not None and self.training else None
         ranked = self.ranked(score if ends is None else torch.where(self.told > 0, ends, score), ctx)
         passed_by = hidden if self.bypass is None else hidden + self.bypass(seen, hidden)
         if self.training:
             threshold = self._training_threshold(ranked, ctx)
-            state, active = self._train(hidden, passed_by, ctx, place, ranked, score, threshold)
-            return Ran(state, active, self._losses(hidden, passed_by, score, ends, ctx, place), None)
+            state, active = self._train(hidden, passed_by, ctx, blocks, ranked, score, threshold)
+            return SpanOutput(state, active, self._losses(hidden, passed_by, score, ends, ctx, blocks), None)
         threshold = self.threshold_in(ctx)
         listing = hidden if ctx.execution == "sparse" else None  # kernels list active tokens once, for all blocks
         decision = decide(-ranked, threshold, ctx.valid, states=listing)
-        state, fewer_keys = self._execute(hidden, passed_by, ctx, place, decision, score, threshold)
-        return Ran(state, decision.active, {}, fewer_keys)
+        state, fewer_keys = self._execute(hidden, passed_by, ctx, blocks, decision, score, threshold)
+        return SpanOutput(state, decision.active, {}, fewer_keys)
 
-    def scored(self, hidden: Tensor, ctx: Context, place: Place) -> Tensor:
+    def scored(self, hidden: Tensor, ctx: Context, blocks: SpanBlocks) -> Tensor:
         """The scores of tokens with the states `hidden` at the entry of the span."""
         ctx = replace(ctx, span=self.number)
-        return self.decider(hidden if self.decides_by_text else self.seen(hidden, place), ctx)
+        return self.decider(hidden if self.decides_by_text else self.seen(hidden, blocks), ctx)
 
     def ranked(self, score: Tensor, ctx: Context) -> Tensor:
         """What is compared with the threshold; if updates are carried, a sequence's first token is above any."""
@@ -127,17 +127,17 @@ class OneSpan(ExactBuffers, Method):
         site = self.number * len(self.span)
         return ctx.thresholds([self.threshold] * (site + 1))[site]
 
-    def seen(self, hidden: Tensor, place: Place) -> Tensor:
+    def seen(self, hidden: Tensor, blocks: SpanBlocks) -> Tensor:
         """What decider and bypass read."""
-        return without_scale(place.within[0].norm_attention, hidden)
+        return without_scale(blocks.within[0].norm_attention, hidden)
 
-    def taken(self, states: Tensor, ctx: Context, place: Place, rows: Rows | None = None) -> Tensor:
+    def taken(self, states: Tensor, ctx: Context, blocks: SpanBlocks, rows: Rows | None = None) -> Tensor:
         """`states` after the span, which the tokens of `rows` take (None: all). Sparse execution may overwrite them."""
         keys = "all" if rows is None else self.knobs.keys
         if self.enter is None or self.leave is None:
-            return through(place.within, states, ctx, rows, keys)
+            return through(blocks.within, states, ctx, rows, keys)
         inner = self.enter(states).to(states.dtype)  # autocast rounds products, but not states
-        return states + self.leave(through(place.within, ctx.spare(inner), ctx, rows, keys) - inner)
+        return states + self.leave(through(blocks.within, ctx.spare(inner), ctx, rows, keys) - inner)
 
     def _bypassed(self, state: Tensor, passed_by: Tensor, active: Tensor) -> Tensor:
         return state if self.bypass is None else torch.where(active[..., None], state, passed_by)
@@ -149,13 +149,13 @@ class OneSpan(ExactBuffers, Method):
         hidden: Tensor,
         passed_by: Tensor,
         ctx: Context,
-        place: Place,
+        blocks: SpanBlocks,
         decision: Decision,
         score: Tensor,
         threshold: Tensor | float,
     ) -> tuple[Tensor, Tensor | None]:
         """The states after the span and, if it was packed, how many fewer keys were attended to."""
-        first, active = place.within[0], decision.active
+        first, active = blocks.within[0], decision.active
         passing = Passing(self.knobs.carry, self.decider, active, score, threshold, ctx)
         if self.knobs.keys == "active":
             count = active.sum(1)
@@ -170,30 +170,30 @@ class OneSpan(ExactBuffers, Method):
                 places = first_places(active, decision.listed, room) if room else compact(active)
                 inside = ctx.gathered(active, places, columns, lengths, spare=room > 0)
                 taken, fewer_keys = take(hidden, places), ctx.key_count(hidden.shape[1]) - lengths
-                rows = self.taken(taken, inside, place)  # library calls do not overwrite `taken`
+                rows = self.taken(taken, inside, blocks)  # library calls do not overwrite `taken`
                 if self.knobs.carry == "last" and ctx.cache is None:  # one gather; carry_on needs log2(time) passes
                     updates, weight = rows - taken, self.decider.weight(score)
                     updates = updates if weight is None else take(weight[..., None].to(rows.dtype), places) * updates
                     return hidden + last_active(updates, active), fewer_keys
                 state = put_active(hidden, active, rows) if room else put(hidden, places, rows)
                 return passing.updated(hidden, self._bypassed(state, passed_by, active)), fewer_keys
-        state = self.taken(ctx.spare(hidden), ctx, place, Rows(active, decision))
+        state = self.taken(ctx.spare(hidden), ctx, blocks, Rows(active, decision))
         return passing.updated(hidden, self._bypassed(state, passed_by, active)), None
 
-    def calibrate_on(self, states: list[Tensor], ctx: Context, place: Place, share: float) -> Tensor:
+    def calibrate_on(self, states: list[Tensor], ctx: Context, blocks: SpanBlocks, share: float) -> Tensor:
         """As `Method.calibrate`, from states at the entry of the span."""
-        ranked = torch.cat([self.ranked(self.scored(part, ctx, place), ctx) for part in states])
+        ranked = torch.cat([self.ranked(self.scored(part, ctx, blocks), ctx) for part in states])
         self.threshold.copy_(_finite(threshold_for(ranked, share)))
         return (ranked > self.threshold).float().mean(1)
 
-    def fit_bypass(self, states: Iterable[Tensor], ctx: Context, place: Place) -> None:
+    def fit_bypass(self, states: Iterable[Tensor], ctx: Context, blocks: SpanBlocks) -> None:
         """As `Method.fit`, from states at the entry of the span."""
         assert self.bypass is not None
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for hidden in states:
-                update = self.taken(hidden, ctx, place) - hidden
-                yield self.seen(hidden, place).flatten(0, 1), (update / rms(hidden)).flatten(0, 1)
+                update = self.taken(hidden, ctx, blocks) - hidden
+                yield self.seen(hidden, blocks).flatten(0, 1), (update / rms(hidden)).flatten(0, 1)
 
         self.bypass.fit(pairs())
 
@@ -214,7 +214,7 @@ class OneSpan(ExactBuffers, Method):
         hidden: Tensor,
         passed_by: Tensor,
         ctx: Context,
-        place: Place,
+        blocks: SpanBlocks,
         ranked: Tensor,
         score: Tensor,
         threshold: Tensor | float,
@@ -228,7 +228,7 @@ class OneSpan(ExactBuffers, Method):
         if self.knobs.keys == "active":
             # Active tokens come first, so causal attention already hides the filler behind them.
             taken = chosen.take(hidden)
-            rows = self.taken(taken, replace(chosen.context(ctx), valid=None), place)
+            rows = self.taken(taken, replace(chosen.context(ctx), valid=None), blocks)
             if self.knobs.carry != "none":
                 return passing.updated_by_rows(hidden, rows - taken, chosen.places), active
             state = chosen.put(hidden, rows)
@@ -236,36 +236,38 @@ class OneSpan(ExactBuffers, Method):
             batch, time = active.shape
             places = (chosen.places + time * torch.arange(batch, device=active.device)[:, None]).flatten()
             packed, state = Rows(active, chosen=ChosenRows.at(places, batch * time)), hidden
-            for block in place.within:
+            for block in blocks.within:
                 state = block(state, ctx, packed, gate=active.to(hidden.dtype))
         return passing.updated(hidden, self._bypassed(state, passed_by, active)), active
 
     def _losses(
-        self, hidden: Tensor, passed_by: Tensor, score: Tensor, ends: Tensor | None, ctx: Context, place: Place
+        self, hidden: Tensor, passed_by: Tensor, score: Tensor, ends: Tensor | None, ctx: Context, blocks: SpanBlocks
     ) -> dict[str, Tensor]:
-        losses = self._decider_losses(hidden, passed_by, score, ctx, place)
+        losses = self._decider_losses(hidden, passed_by, score, ctx, blocks)
         if ends is not None:
             losses["taught"] = self.told * taught_loss(score, ends, ctx)
         if self.knobs.draft and ctx.targets is not None:
-            losses["draft"] = self.knobs.draft * self._draft_loss(hidden, passed_by, ctx.targets, ctx, place)
+            losses["draft"] = self.knobs.draft * self._draft_loss(hidden, passed_by, ctx.targets, ctx, blocks)
         return losses
 
-    def _draft_loss(self, hidden: Tensor, passed_by: Tensor, targets: Tensor, ctx: Context, place: Place) -> Tensor:
+    def _draft_loss(
+        self, hidden: Tensor, passed_by: Tensor, targets: Tensor, ctx: Context, blocks: SpanBlocks
+    ) -> Tensor:
         """The divergence of predictions that skip the span from those that take it, which get no gradient.
 
         Half of the tokens skip at a time, since in a draft, too, tokens that skip attend to others that did not.
         """
         assert ctx.readout is not None
         with torch.no_grad():
-            taken = self.taken(hidden, ctx, place)
-            full = ctx.readout(through(place.after, taken, ctx))
+            taken = self.taken(hidden, ctx, blocks)
+            full = ctx.readout(through(blocks.after, taken, ctx))
         skips = torch.rand(hidden.shape[:2], device=hidden.device) < 0.5
-        drafted = ctx.readout(through(place.after, torch.where(skips[..., None], passed_by, taken), ctx))
+        drafted = ctx.readout(through(blocks.after, torch.where(skips[..., None], passed_by, taken), ctx))
         counted = skips & (targets >= 0)
         return (divergence(full, drafted) * counted).sum() / counted.sum().clamp(min=1)
 
     def _decider_losses(
-        self, hidden: Tensor, passed_by: Tensor, score: Tensor, ctx: Context, place: Place
+        self, hidden: Tensor, passed_by: Tensor, score: Tensor, ctx: Context, blocks: SpanBlocks
     ) -> dict[str, Tensor]:
         knobs = self.knobs
         if isinstance(self.decider, Boundary) and knobs.ratio_loss:
@@ -275,14 +277,14 @@ class OneSpan(ExactBuffers, Method):
             return {}
         counted = ctx.targets >= 0  # positions with a loss
         if isinstance(self.decider, Gain):
-            errors = (score - gain_target(self._skipping_costs(hidden, passed_by, ctx, place))).square()
+            errors = (score - gain_target(self._skipping_costs(hidden, passed_by, ctx, blocks))).square()
         else:
-            predicted = self.decider.predict(self.seen(hidden, place))
+            predicted = self.decider.predict(self.seen(hidden, blocks))
             errors = -predicted.gather(2, ctx.targets.clamp(min=0)[..., None])[..., 0]
         return {knobs.decide: (errors * counted).sum() / counted.sum().clamp(min=1)}
 
     @torch.no_grad()
-    def _skipping_costs(self, hidden: Tensor, passed_by: Tensor, ctx: Context, place: Place) -> Tensor:
+    def _skipping_costs(self, hidden: Tensor, passed_by: Tensor, ctx: Context, blocks: SpanBlocks) -> Tensor:
         """`[batch, time]`: the cost for each token if no token takes the span, and all take what follows.
 
         The increase in loss relative to a forward pass in which all do, or the divergence from it or from the teacher.
@@ -292,7 +294,7 @@ class OneSpan(ExactBuffers, Method):
         assert targets is not None
 
         def read(state: Tensor) -> Tensor:
-            return readout(through(place.after, state, ctx)).float()
+            return readout(through(blocks.after, state, ctx)).float()
 
         def loss(logits: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
@@ -300,7 +302,7 @@ class OneSpan(ExactBuffers, Method):
         skipped = read(passed_by)
         if self.knobs.gain == "teacher" and ctx.teacher is not None:
             return divergence(ctx.teacher, skipped)
-        taken = read(self.taken(hidden, ctx, place))
+        taken = read(self.taken(hidden, ctx, blocks))
         return loss(skipped) - loss(taken) if self.knobs.gain == "loss" else divergence(taken, skipped)
 
     # -- costs

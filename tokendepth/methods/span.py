@@ -40,7 +40,7 @@ from tokendepth.context import Context
 from tokendepth.methods.base import Dial, blocks_of, everyone, through
 from tokendepth.methods.budget import CURVE
 from tokendepth.methods.mod import among_site
-from tokendepth.methods.one_span import OneSpan, Place
+from tokendepth.methods.one_span import OneSpan, SpanBlocks
 from tokendepth.methods.span_deciders import WordEnds
 from tokendepth.model import Block, MethodOutput
 from tokendepth.ops.decide import decide
@@ -66,7 +66,7 @@ class Span(OneSpan):
         if config.width is not None:
             self.skips_on_device = False  # rows are packed before they are mapped, so the host must know how many
         if config.replaced:
-            for block in self._place(self).within:
+            for block in self._blocks_of_span(self).within:
                 block.requires_grad_(False)
         self.packs = config.keys == "active" and not config.replaced and not others
         self.batch_statistic, self.wants_teacher = self.decider.statistic, config.gain == "teacher"
@@ -75,9 +75,9 @@ class Span(OneSpan):
     def spans(self) -> list[OneSpan]:
         return [self, *(span for span in self.further if isinstance(span, OneSpan))]
 
-    def _place(self, span: OneSpan) -> Place:
+    def _blocks_of_span(self, span: OneSpan) -> SpanBlocks:
         blocks = blocks_of(self.blocks)
-        return Place(blocks[span.span.start : span.span.stop], blocks[span.span.stop :])
+        return SpanBlocks(blocks[span.span.start : span.span.stop], blocks[span.span.stop :])
 
     def _before(self, span: OneSpan) -> list[Block]:
         """The blocks for every token between the previous span, or the embedding, and this one."""
@@ -92,7 +92,7 @@ class Span(OneSpan):
                 score, hidden = None, through(self._before(span), hidden, ctx)
             else:
                 hidden, score = ctx.scored
-            ran = span.run(hidden, ctx, self._place(span), score)
+            ran = span.run(hidden, ctx, self._blocks_of_span(span), score)
             hidden = ran.hidden
             for layer in span.span:
                 work[layer] = ran.active
@@ -100,7 +100,7 @@ class Span(OneSpan):
                     fewer[layer] = ran.fewer_keys
             for name, loss in ran.losses.items():
                 losses[name] = losses[name] + loss if name in losses else loss
-        hidden = through(self._place(spans[-1]).after, hidden, ctx)
+        hidden = through(self._blocks_of_span(spans[-1]).after, hidden, ctx)
         trace = self.traced(work, ctx)
         if fewer:
             none = torch.zeros_like(next(iter(fewer.values())))
@@ -109,7 +109,7 @@ class Span(OneSpan):
 
     def until_decided(self, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None]:
         state = through(self._before(self), hidden, ctx)
-        score = self.scored(state, ctx, self._place(self))
+        score = self.scored(state, ctx, self._blocks_of_span(self))
         return state, score, None if self.decides_by_text else self._active_count(score, ctx)
 
     def active_count_by_text(self, ctx: Context) -> Tensor:
@@ -131,7 +131,7 @@ class Span(OneSpan):
     @torch.no_grad()
     def fit(self, parts: Iterable[Tensor], ctx: Context) -> None:
         if self.bypass is not None:  # which only one span can have
-            self.fit_bypass((through(self._before(self), part, ctx) for part in parts), ctx, self._place(self))
+            self.fit_bypass((through(self._before(self), part, ctx) for part in parts), ctx, self._blocks_of_span(self))
 
     def read_vocabulary(self, spellings: Sequence[bytes]) -> None:
         for rule in (rule for span in self.spans for rule in span.rules()):
@@ -142,7 +142,7 @@ class Span(OneSpan):
     def sites(self, keys: int) -> tuple[Site, ...]:
         sites = [block.site(f"block {n}", keys, routed=False) for n, block in enumerate(blocks_of(self.blocks))]
         for span in self.spans:
-            for n, block in zip(span.span, self._place(span).within, strict=True):
+            for n, block in zip(span.span, self._blocks_of_span(span).within, strict=True):
                 entry = n == span.span.start
                 router = span.entry_flops if entry else 0
                 if self.knobs.keys == "all":
@@ -169,13 +169,13 @@ class Span(OneSpan):
     def calibrate(self, parts: list[Tensor], ctx: Context, share: float) -> Tensor:
         active, spans = [], self.spans
         for span in spans:
-            place = self._place(span)
+            blocks = self._blocks_of_span(span)
             for n, part in enumerate(parts):
                 parts[n] = through(self._before(span), part, ctx)
-            active.append(span.calibrate_on(parts, ctx, place, share))
+            active.append(span.calibrate_on(parts, ctx, blocks, share))
             if span is not spans[-1]:
                 for n, part in enumerate(parts):
-                    parts[n] = span.run(part, ctx, place).hidden
+                    parts[n] = span.run(part, ctx, blocks).hidden
         return torch.stack(active) if len(spans) > 1 else active[0]
 
     def live_thresholds(self) -> Tensor:
