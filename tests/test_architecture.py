@@ -32,7 +32,9 @@ LAYERS: tuple[set[str], ...] = (
     {"ops"},
     {
         "config",
+        "config_base",
         "method_configs",
+        "span_config",
         "data_config",
         "retrofit_config",
         "checks",

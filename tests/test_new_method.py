@@ -90,7 +90,7 @@ def tree(tmp_path_factory) -> Path:
         shutil.copytree(source, root / name) if source.is_dir() else shutil.copy(source, root)
     package = root / "tokendepth"
     (package / "methods" / "toy.py").write_text(METHOD)
-    insert(package / "method_configs.py", before="def check_positive(", text=CONFIG.lstrip())
+    insert(package / "method_configs.py", before="METHOD_CONFIGS: dict", text=CONFIG.lstrip())
     insert(package / "method_configs.py", before='    "itt": ITTConfig,\n', text='    "toy": ToyConfig,\n')
     insert(package / "methods" / "__init__.py", before='    "itt": ITT,\n', text='    "toy": Toy,\n')
     insert(

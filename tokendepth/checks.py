@@ -30,6 +30,14 @@ def check_range(name: str, value: float, low: float, high: float = math.inf, *, 
     check(False, name, value, expected)
 
 
+def check_positive(name: str, value: float) -> None:
+    check(0 < value <= 1000, name, value, "a number above 0 and up to 1000")
+
+
+def check_budget(name: str, budget: float) -> None:
+    check(0 < budget <= 1, name, budget, "a number above 0 and up to 1, the share of tokens to process")
+
+
 def _digits(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
 

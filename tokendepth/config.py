@@ -32,7 +32,6 @@ from tokendepth.method_configs import MoRConfig as MoRConfig
 from tokendepth.method_configs import SpanConfig as SpanConfig
 from tokendepth.method_configs import SwitchConfig as SwitchConfig
 from tokendepth.method_configs import TSAConfig as TSAConfig
-from tokendepth.method_configs import check_budget as check_budget
 from tokendepth.retrofit_config import RetrofitConfig
 
 FORMAT_VERSION = 2

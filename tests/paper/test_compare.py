@@ -207,7 +207,7 @@ def made_up(loss: float, flops: float) -> Outcomes:
         plain = starts[one.method] - layers / 10 if one.method in starts else None
         for seed in range(3):
             mean, cost = (loss, flops) if plain is None else (plain, 1e6 * layers)
-            blocks = [1.0, 0.41, 0.38, 0.4, 0.4, 0.4] if one.method == "budget" else [1.0] * layers
+            blocks = [1.0, 0.41, 0.38, 0.395, 0.395, 0.395] if one.method == "budget" else [1.0] * layers
             figures = {"loss": mean + 0.01 * seed, "active_fraction": 1.0, "active_fraction_per_site": blocks}
             found: dict[str, Any] = {"sparse": figures}
             found |= {"flops_per_token": cost, "tlops_skipped": 0.0, "parameters": 100}

@@ -16,7 +16,8 @@ from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from tokendepth.config import check_budget, method_name
+from tokendepth.checks import check_budget
+from tokendepth.config import method_name
 from tokendepth.data.dataset import NO_LOSS
 from tokendepth.errors import UserError
 from tokendepth.hf.cache import DepthCache

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokendepth.config import RunConfig, check_budget, method_name
+from tokendepth.checks import check_budget
+from tokendepth.config import RunConfig, method_name
 from tokendepth.data import Dataset
 from tokendepth.data.of_run import dataset_of
 from tokendepth.errors import UserError
