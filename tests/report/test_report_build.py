@@ -286,7 +286,7 @@ def test_it_runs_without_torch(make_run, tmp_path):
     done = python(code, "torch")
     assert done.returncode == 0, done.stderr
     runs = ("checkpoints", "files", "metrics", "results", "run", "shapes")
-    configs = ("config", "data_config", "method_configs", "retrofit_config")
+    configs = ("config", "config_base", "data_config", "method_configs", "retrofit_config", "span_config")
     allowed = (*configs, "checks", "errors", "trace", "runs", *(f"runs.{name}" for name in runs))
     assert set(eval(done.stdout)) <= {f"tokendepth.{name}" for name in allowed}
     assert (tmp_path / "out" / "report.html").exists()
