@@ -184,15 +184,14 @@ def beside(outcomes: Outcomes, setting: Setting, line: str = "dense") -> tuple[s
 
 # --- in words ---------------------------------------------------------------------------------------------------------
 
-FAR, EVEN = 0.02, "no clear difference"
-WHY = "since seeds of one setting are nearly as far apart on Tiny-Shakespeare"
+EVEN = "no clear difference"
 
 
 def judge(difference: Stat) -> str:
-    """Better or worse than dense models of the same cost, or neither; one seed decides only large differences."""
-    if difference.std is None and abs(difference.mean) <= FAR:
+    """Better or worse than dense models of the same cost, or neither; one seed decides nothing."""
+    if difference.std is None:
         return "undecided"
-    if difference.std is not None and abs(difference.mean) <= 2 * difference.std:
+    if abs(difference.mean) <= 2 * difference.std:
         return EVEN
     return "better" if difference.mean < 0 else "worse"
 
@@ -200,7 +199,6 @@ def judge(difference: Stat) -> str:
 def verdicts(outcomes: Outcomes) -> str:
     """Who beats dense models with the same executed FLOPs, by rule."""
     found: dict[str, list[str]] = {"better": [], EVEN: [], "undecided": [], "worse": [], OUTSIDE: []}
-    lone = False
     for setting in outcomes.comparison.settings:
         if setting.method == "dense":
             continue
@@ -209,12 +207,9 @@ def verdicts(outcomes: Outcomes) -> str:
             found[OUTSIDE].append(setting.title)
         elif against is not None:
             found[judge(against[1])].append(setting.title)
-            lone |= against[1].std is None
     if not any(found.values()):
         return ""
-    rule = "by more than two standard deviations over the seeds"
-    if lone:
-        rule += f"; a single seed is undecided up to {FAR:.0%}, {WHY}"
+    rule = "by more than two standard deviations over the seeds; a single seed decides nothing"
     lines = [wrapped(f"Compared with dense models with the same executed FLOPs ({rule}):"), ""]
     shown = {name: titles for name, titles in found.items() if titles or name in ("better", "worse")}
     lines += [wrapped(f"- {name}: {'; '.join(titles) or 'none'}.") for name, titles in shown.items()]
@@ -232,13 +227,12 @@ def _timed(outcomes: Outcomes) -> str:
 def write(results: Path, path: Path, *, quick: bool = False) -> Path:
     """Write the page to `path` and its figures to `figures/` next to it; a figure without numbers is not drawn."""
     with needs_report_extra(results):
-        from paper import depth, gaps, tuned
+        from paper import depth, tuned
         from paper.tradeoffs import EXECUTED, TRAINED, draw
 
     outcomes, (study, _) = Outcomes.read(results, SHAKESPEARE, quick=quick), depth.outcomes(results, quick=quick)
     drawn = {axis.name: draw(study, split="test", axis=axis) for axis in (EXECUTED, TRAINED)}
-    drawn |= {"gaps": gaps.of_study(results, quick=quick), "shakespeare": draw(outcomes)}
-    figures = write_figures(drawn, path.parent / "figures")
+    figures = write_figures({**drawn, "shakespeare": draw(outcomes)}, path.parent / "figures")
     about_study = tuned.section(results, figures, quick=quick)
     write_bytes(path, document(outcomes, figures.get("shakespeare", ""), about_study).encode())
     return path

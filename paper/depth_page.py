@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paper import time_to_loss
-from paper.comparison import FAR, table, verdicts, wrapped, write_figures
+from paper.comparison import table, wrapped, write_figures
 from paper.contenders import DECIDERS, LONG, SPAN_DICE, WARM_UP
 from paper.depth import PASSES, TOKENS, measured_with, order, outcomes, step_times, with_steps
 from paper.depth_answer import answer
@@ -38,8 +38,7 @@ NOTES = f"""\
 - **dense, same FLOPs**: linear interpolation between the dense models of the same scale and seeds. At the first scale
   these have 3, 4, 6, 8 and 12 layers; at others fewer were trained, listed in the table there. Up to 3% beyond the ends
   the last one is used; further off it is `outside`.
-- **verdict**: better or worse by more than two standard deviations over the seeds. A single seed is `undecided` up to
-  {FAR:.0%}.
+- **verdict**: better or worse by more than two standard deviations over the seeds; `undecided` with a single seed.
 - **FLOPs**: executed, per token, with routers and output head. Attention is counted over the full context, except for
   methods that pack tokens into a shorter sequence (span): there it is counted over that sequence. The column
   "{FULL_CONTEXT}" shows the difference if it were counted over the full context.
@@ -55,14 +54,16 @@ NOTES = f"""\
 def document(results: Path, figures: Mapping[str, str], *, quick: bool = False) -> str:
     """The whole page; `figures` are Markdown, by name."""
     found, made = outcomes(results, quick=quick)
-    tables = "The tables behind this, at equal executed and at equal training FLOPs: [COMPARISON.md](COMPARISON.md)."
+    tables = (
+        "The tables behind the first group, at equal executed and at equal training FLOPs, are in "
+        "[COMPARISON.md](COMPARISON.md); those behind the others are [below](#does-the-gap-grow-with-scale)."
+    )
     parts = [
         "# Where depth pays\n",
         answer(results, found, made, order(results, quick=quick), quick=quick),
         HEAD,
         f"## Targets and results\n\n{targets(results, quick=quick)}",
         f"## Every method, at equal executed FLOPs\n\n{figures.get('gaps', '')}",
-        verdicts(found) if made else "",
         f"{wrapped(tables)}\n",
         f"## At equal training time\n\n{timed(found, made, results, figures)}",
         f"## Training time to a given loss\n\n{time_to_loss.section(results, quick=quick)}",

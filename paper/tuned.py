@@ -34,6 +34,11 @@ CHANGED = (
     "their steps, as short ones do. Two contenders, span with taught boundaries and span with entropy, were added "
     "after the first results on test text. The [log](LOG.md) has the numbers."
 )
+GAPS = """\
+![Test loss of every method relative to dense models with the same FLOPs](figures/gaps-enwik8.png)
+
+The first group has the models of this page; [WHERE_DEPTH_PAYS.md](WHERE_DEPTH_PAYS.md) explains all three.
+"""
 SELECTED = (
     f"Losses are on validation text after {SHORT:,} steps. The difference is relative to dense models with the same "
     "FLOPs; `second best` is that of the runner-up."
@@ -46,7 +51,7 @@ def section(results: Path, figures: Mapping[str, str], *, quick: bool = False) -
     if not (who := verdicts(found)):
         return f"{NOT_RUN}\n"
     parts = [
-        figures.get("gaps", ""),
+        GAPS,
         who,
         f"{wrapped(ABOUT)}\n",
         COLUMNS,
