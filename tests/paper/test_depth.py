@@ -816,7 +816,7 @@ def test_losses_of_all_scales_are_per_byte(searched):
     page = scales.grows(searched)
     assert "| BPE of 4,096 tokens | dense, 6 layers | 1.2000 (n=1) | — |" in page
     line = f"| BPE of 4,096 tokens | {RULE} | "
-    assert f"{line}1.0350 (n=1) | 1.1500 | -10.00% | better |  | 7,000,000 |" in page
+    assert f"{line}1.0350 (n=1) | 1.1500 | -10.00% | undecided |  | 7,000,000 |" in page
     assert "- BPE of 4,096 tokens:" not in page, "all of it was trained"
     assert "\n\nNot trained:\n\n- width 256" in page
     assert "- 224,000 steps: dense, 6 layers.\n" in page

@@ -74,7 +74,7 @@ class SwitchBlock(Block):
             wanted = wanted * ctx.valid[..., None]
         ahead = wanted.cumsum(1)
         if ctx.cache is not None:
-            ahead = ahead + ctx.cache.state(self.layer, like=ahead[0, 0])[:, None]
+            ahead = ahead + ctx.state(self.layer, like=ahead[0, 0])[:, None]
             ctx.remember(self.layer, ahead)
         return ahead.gather(2, expert[..., None])[..., 0]
 
